@@ -1,0 +1,147 @@
+"""The shell around the coordinator's state machine: its inbox, its clock, and what happens when a run must end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from edgesplit.codecs import Packed
+from edgesplit.coordinator import Coordinator, Effect, Failed, Replied, StepDone
+from edgesplit.errors import EdgesplitError, TransportError, TransportTimeout
+from edgesplit.observe.recorder import Recorder
+from edgesplit.protocol import Send
+from edgesplit.schedule import Action, Event
+from edgesplit.sheets import Draft
+from edgesplit.task import COORDINATOR
+from edgesplit.transport.base import Message, Transport
+
+Asked = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
+
+TURN_S = 0.25
+"""How long the coordinator waits for a message before it looks at the clock and at its local processes."""
+
+
+class Conductor:
+    """Runs the coordinator over a transport.
+
+    Args:
+        coordinator: the state machine.
+        transport: opened for the node ``coordinator``.
+        recorder: gets the nodes' events.
+        watch: called every :data:`TURN_S`; raises where a local process has died without a word.
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        transport: Transport,
+        recorder: Recorder,
+        *,
+        watch: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
+        self._watch, self._clock = watch, clock
+        self._inbox = transport.mailbox(COORDINATOR)
+        self.hellos: dict[str, Mapping[str, Any]] = {}
+
+    def join(self, nodes: Sequence[str], timeout: float) -> None:
+        """Wait until every node has said hello.
+
+        Raises:
+            TransportTimeout: some have not within ``timeout`` seconds; names them.
+        """
+        deadline = self._clock() + timeout
+        while missing := [node for node in nodes if node not in self.hellos]:
+            left = deadline - self._clock()
+            if left <= 0:
+                names = ", ".join(map(repr, missing))
+                raise TransportTimeout(
+                    f"no word from {names} within {timeout:g} s: start 'edgesplit node NAME --broker URL' there, "
+                    "or look at its log"
+                )
+            message = self._get(min(left, TURN_S))
+            if message is not None:
+                self._raise_failed(self._take(message))
+
+    def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
+        """Ask nodes for something and return their answers."""
+        number, effects = self.coordinator.request(kind, to, self._clock())
+        for effect in self._run(effects):
+            if isinstance(effect, Replied) and effect.request == number:
+                return effect.replies
+        raise TransportError(f"{kind} ended without its answers")
+
+    def steps(self, drafts: Sequence[Draft], *, evaluate: bool = False) -> Iterator[StepDone]:
+        """Issue steps and yield each as it ends."""
+        for effect in self._run(self.coordinator.issue(drafts, self._clock(), evaluate=evaluate)):
+            if isinstance(effect, StepDone):
+                yield effect
+
+    def _run(self, effects: Sequence[Effect]) -> Iterator[Effect]:
+        """Act on effects and go on until nothing is open."""
+        yield from self._act(effects)
+        while self.coordinator.busy:
+            message = self._get(TURN_S)
+            if message is not None:
+                yield from self._act(self._take(message))
+            self._watch()
+            yield from self._act(self.coordinator.tick(self._clock()))
+
+    def _act(self, effects: Sequence[Effect]) -> Iterator[Effect]:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.transport.send(effect.to, effect.message)
+            elif not isinstance(effect, Failed):
+                yield effect
+        self._raise_failed(effects)
+
+    @staticmethod
+    def _raise_failed(effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Failed):
+                raise effect.error
+
+    def _get(self, timeout: float) -> Message | None:
+        try:
+            return self._inbox.get(timeout, "the nodes")
+        except TransportTimeout:
+            return None
+
+    def _take(self, message: Message) -> Sequence[Effect]:
+        if message.kind == "hello":
+            self.hellos[message.sender] = message.meta
+            return []
+        self._record(message)
+        return self.coordinator.receive(message, self._clock())
+
+    def _record(self, message: Message) -> None:
+        for row in message.meta.get("events") or []:
+            name, start, end, step, version = row
+            self.recorder.add(Event(message.sender, Action.parse(name), start, end, step, version))
+
+    def stop(self, nodes: Sequence[str], timeout: float) -> dict[str, str]:
+        """Tell the nodes to stop; return what each that answered within ``timeout`` seconds was waiting for."""
+        waiting: dict[str, str] = {}
+        answered: set[str] = set()
+        term = self.coordinator.term
+        for node in nodes:
+            self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=term))
+        deadline = self._clock() + timeout
+        try:
+            while len(answered) < len(nodes) and (left := deadline - self._clock()) > 0:
+                message = self._get(left)
+                if message is None or message.sender not in nodes:
+                    continue
+                if message.kind in {"stopped", "failed"}:
+                    self._record(message)
+                    answered.add(message.sender)
+                    if message.meta.get("waiting_for"):
+                        waiting[message.sender] = str(message.meta["waiting_for"])
+                elif message.kind == "status" and message.meta.get("state") == "offline":
+                    answered.add(message.sender)
+        except EdgesplitError:
+            return waiting  # the network itself is gone: nobody can answer
+        return waiting

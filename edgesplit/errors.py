@@ -1,0 +1,76 @@
+"""The errors of edgesplit: everything that is raised on purpose.
+
+EdgesplitError
+├── TaskError            the user's model, data or loss is not what it must be
+├── TopologyError        the file that says who is where
+├── PlanError            which layers run where
+├── ExperimentError      the experiment file, or options that do not go together
+├── ScheduleError        an order that cannot run
+├── CodecError           an array that cannot be encoded, or bytes that cannot be decoded
+├── FrameError           bytes from the network that are not a frame of ours
+├── RunError             a run that began and cannot go on
+└── TransportError       the network below us
+    ├── TransportTimeout something waited for did not come
+    └── NodeLost         a node that was there is gone
+
+A message is lower case, says what is wrong with the values, then what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EdgesplitError(Exception):
+    """Base of all errors that edgesplit raises on purpose."""
+
+
+class TaskError(EdgesplitError):
+    """The model, data or loss of a Task is not what it must be."""
+
+
+class TopologyError(EdgesplitError):
+    """A topology that describes no fleet."""
+
+
+class PlanError(EdgesplitError):
+    """A placement of layers that cannot be."""
+
+
+class ExperimentError(EdgesplitError):
+    """An experiment file, or a combination of options, that cannot be run."""
+
+
+class ScheduleError(EdgesplitError):
+    """An order of actions that cannot be run: some action waits for one that comes after it."""
+
+
+class CodecError(EdgesplitError):
+    """An array that cannot be encoded, or bytes that cannot be decoded."""
+
+
+class FrameError(EdgesplitError):
+    """Bytes from the network that are not a frame of ours."""
+
+
+class RunError(EdgesplitError):
+    """A run that began and cannot go on."""
+
+
+class TransportError(EdgesplitError):
+    """The network below could not do what was asked."""
+
+
+class TransportTimeout(TransportError):
+    """Something waited for did not come in time; the message names it."""
+
+
+class NodeLost(TransportError):
+    """A node that took part is gone."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

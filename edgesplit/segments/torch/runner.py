@@ -1,0 +1,254 @@
+"""The runner on torch: a range of the chain's layers, with the weights that it is given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from edgesplit.errors import PlanError, RunError, TaskError
+from edgesplit.segments.base import Arrays, Output, Samples, Weights
+from edgesplit.segments.masks import KeyedRandomness, Running
+from edgesplit.segments.torch.graph import Graph, Versions, entries
+from edgesplit.segments.torch.values import each, from_arrays, named, settled, to_arrays
+from edgesplit.splitting import Chain, Value, checked, random_names, set_train
+from edgesplit.task import Task
+
+
+class TorchRunner:
+    """Computes layers ``start`` to ``stop`` of a chain; see :class:`edgesplit.segments.base.SegmentRunner`.
+
+    It works on copies of the layers' modules without their weights: many nodes in one process may share a chain, and
+    nothing but the weights given can be used.
+
+    Args:
+        chain: the layers.
+        start: the first layer.
+        stop: one after the last layer.
+        task: its loss, metrics and training mode.
+        device: where to compute; the weights and buffers given must be there.
+
+    Raises:
+        PlanError: no such range.
+        TaskError: a layer's module cannot be copied.
+    """
+
+    def __init__(self, chain: Chain, start: int, stop: int, task: Task, device: torch.device | str = "cpu") -> None:
+        if not 0 <= start < stop <= len(chain.layers):
+            raise PlanError(f"there are no layers {start} to {stop} in a chain of {len(chain.layers)}")
+        self.start, self.stop = start, stop
+        self._task, self._device = task, torch.device(device)
+        self._layers = chain.layers[start:stop]
+        self._modules, self._running, self._first_calls = _without_weights(chain, start, stop)
+        for module in self._modules:
+            set_train(module, task.train_mode)
+        self._training = [(module, module.training) for root in self._modules for module in root.modules()]
+        self._live: dict[int, Graph] = {}
+
+    def forward(
+        self,
+        micro: int,
+        weights: Weights,
+        buffers: dict[str, Any],
+        inputs: Arrays,
+        needs_grad: frozenset[str],
+        samples: Samples,
+    ) -> Output:
+        """Run in training mode and keep the graph; ``buffers`` are updated in place."""
+        graph, value = self._forward(micro, weights, buffers, inputs, needs_grad, samples)
+        graph.versions.end_forward()
+        graph.outputs = {name: tensor for name, tensor in named(value).items() if tensor.requires_grad}
+        self._live[micro] = graph
+        return Output(to_arrays(value), frozenset(graph.outputs))
+
+    def forward_loss(
+        self,
+        micro: int,
+        weights: Weights,
+        buffers: dict[str, Any],
+        inputs: Arrays,
+        needs_grad: frozenset[str],
+        samples: Samples,
+        target: Arrays,
+        weight: float,
+        loss_scale: float,
+    ) -> Output:
+        """Run through the loss. The gradients are those of its mean times ``weight``, times ``loss_scale``."""
+        graph, value = self._forward(micro, weights, buffers, inputs, needs_grad, samples)
+        loss_sum = 0.0
+        if weight == 0:
+            graph.zero = True
+            graph.outputs = {name: tensor for name, tensor in named(value).items() if tensor.requires_grad}
+            graph.received = {name: torch.zeros_like(tensor) for name, tensor in graph.outputs.items()}
+        else:
+            with torch.enable_grad(), graph.versions.hooks():
+                loss = self._loss(value, from_arrays(target, self._device)) * weight
+            loss_sum = float(loss.detach())
+            if loss.requires_grad:
+                graph.outputs = {"loss": loss}
+                graph.received = {"loss": torch.full_like(loss, loss_scale)}
+        graph.versions.end_forward()
+        graph.last = True
+        self._live[micro] = graph
+        return Output({}, loss_sum=loss_sum)
+
+    def evaluate(
+        self, weights: Weights, buffers: Mapping[str, Any], inputs: Arrays, target: Arrays | None = None
+    ) -> Output:
+        """Run in evaluation mode without a graph; with ``target``, through loss and metrics."""
+        with torch.no_grad(), self._evaluating():
+            value = self._chain(self._given(weights), dict(buffers), from_arrays(inputs, self._device))
+            if target is None:
+                return Output(to_arrays(value))
+            wanted = from_arrays(target, self._device)
+            weight = float(self._task.weight(wanted))
+            loss_sum = float(self._loss(value, wanted)) * weight if weight else 0.0
+            metrics = {}
+            for name, metric in self._task.metrics.items():
+                total, count = metric(value, wanted)
+                metrics[name] = (float(total), float(count))
+        return Output({}, loss_sum=loss_sum, metrics=metrics)
+
+    def backward(self, micro: int, weights: Weights, grads: Arrays) -> tuple[Arrays, dict[str, Any]]:
+        """Return gradients of the inputs that need one, and of the weights, each only where there is one."""
+        graph = self._receive(micro, grads)
+        del self._live[micro]
+        edges = [(("input", name), edge) for name, edge in graph.inputs.items()]
+        edges += [(("weight", name), edge) for name, edge in graph.weights.items()]
+        found = graph.gradients(edges, weights)
+        inputs = {name: grad for (kind, name), grad in found.items() if kind == "input"}
+        return to_arrays(inputs), {name: grad for (kind, name), grad in found.items() if kind == "weight"}
+
+    def backward_input(self, micro: int, weights: Weights, grads: Arrays) -> Arrays:
+        """The ``I`` half. It keeps the graph: the ``W`` half passes through it again, on the way to the weights."""
+        graph = self._receive(micro, grads)
+        return to_arrays(graph.gradients(graph.inputs.items(), weights, keep=True))
+
+    def backward_weights(self, micro: int, weights: Weights) -> dict[str, Any]:
+        """The ``W`` half; ends the micro-batch."""
+        graph = self._graph(micro)
+        del self._live[micro]
+        return graph.gradients(graph.weights.items(), weights)
+
+    def drop(self, micros: Sequence[int] | None = None) -> None:
+        """Forget live forwards: those of ``micros``, or all."""
+        for micro in list(self._live) if micros is None else micros:
+            self._live.pop(micro, None)
+
+    # -- forward
+
+    def _forward(
+        self,
+        micro: int,
+        weights: Weights,
+        buffers: dict[str, Any],
+        inputs: Arrays,
+        needs_grad: frozenset[str],
+        samples: Samples,
+    ) -> tuple[Graph, Value]:
+        if micro in self._live:
+            raise RunError(f"micro-batch {micro} is live already in layers {self.start} to {self.stop}")
+        value: Value = from_arrays(inputs, self._device)
+        given = self._given(weights)
+        wanted = {name: x for name, x in named(value).items() if name in needs_grad and x.is_floating_point()}
+        with torch.enable_grad():
+            wanted, input_edges = entries(wanted)
+            trained, weight_edges = entries({name: weight for name, weight in given.items() if weight.requires_grad})
+            value = {**value, **wanted} if isinstance(value, dict) else next(iter(wanted.values()), value)
+            versions = Versions(given)
+            randomness = KeyedRandomness(self._running, samples, attention=self._device.type != "cpu")
+            with versions.hooks(), randomness:
+                value = self._chain({**given, **trained}, buffers, value)
+        return Graph(versions, input_edges, weight_edges), value
+
+    def _given(self, weights: Weights) -> dict[str, Tensor]:
+        try:
+            return {name: weights[name] for layer in self._layers for _, name in layer.params}
+        except KeyError as error:
+            raise RunError(f"layers {self.start} to {self.stop} need weight {error}, which was not given") from None
+
+    def _chain(self, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Value:
+        for layer, module, first_call in zip(self._layers, self._modules, self._first_calls, strict=True):
+            self._running.first_call = first_call
+            state = {local: weights[name] for local, name in layer.params}
+            state.update((local, buffers[name]) for local, name in layer.buffers)
+            value = checked(functional_call(module, state, (value,), tie_weights=False), layer.name)
+            for local, name in layer.buffers:
+                if state[local] is not buffers[name]:
+                    buffers[name] = state[local].detach()
+            value = each(value, _boundary)
+        return value
+
+    def _loss(self, output: Value, target: Any) -> Tensor:
+        loss = self._task.loss(output, target)
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TaskError(f"task.loss gives {shape}: return a scalar tensor, the mean over weight(target) units")
+        return loss
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for module in self._modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module, training in self._training:
+                module.training = training
+
+    # -- backward
+
+    def _graph(self, micro: int) -> Graph:
+        if micro not in self._live:
+            raise RunError(f"micro-batch {micro} has no live forward in layers {self.start} to {self.stop}")
+        return self._live[micro]
+
+    def _receive(self, micro: int, grads: Arrays) -> Graph:
+        graph = self._graph(micro)
+        if graph.last:
+            return graph
+        for name, array in grads.items():
+            output = graph.outputs.get(name)
+            if output is None or array.shape != tuple(output.shape):
+                known = {name: tuple(tensor.shape) for name, tensor in graph.outputs.items()}
+                raise RunError(f"gradient {name!r} of shape {array.shape} for micro-batch {micro}, whose are {known}")
+            graph.received[name] = torch.tensor(array, dtype=output.dtype, device=self._device)
+        return graph
+
+
+def _boundary(tensor: Tensor) -> Tensor:
+    tensor = settled(tensor)
+    if tensor.requires_grad and tensor.grad_fn is not None:
+        tensor.register_hook(settled)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def _without_weights(chain: Chain, start: int, stop: int) -> tuple[list[nn.Module], Running, list[dict[str, int]]]:
+    """Return copies of the layers' modules whose parameters and buffers have no memory.
+
+    Also hooks on them that know which module runs, and by layer the first call numbers of its names.
+    """
+    memo: dict[int, Any] = {}
+    for layer in chain.layers[start:stop]:
+        for parameter in layer.module.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in layer.module.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    modules = []
+    for layer in chain.layers[start:stop]:
+        try:
+            modules.append(copy.deepcopy(layer.module, memo))
+        except Exception as error:
+            raise TaskError(
+                f"layer {layer.name!r} cannot be copied: {error}; keep no computed tensors or open resources as "
+                "attributes of a module (for a weight norm: torch.nn.utils.parametrizations)"
+            ) from error
+    names = [random_names(chain, index) for index in range(start, stop)]
+    hooked = {memo[id(module)]: name for own, _ in names for name, module in own}
+    return modules, Running((name, module) for module, name in hooked.items()), [first for _, first in names]

@@ -1,0 +1,332 @@
+"""The rounds of a run, on the coordinator: steps, aggregation, what the nodes hold, and where the run stands."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edgesplit.codecs import pack, unpack
+from edgesplit.conductor import Conductor
+from edgesplit.coordinator import StepDone
+from edgesplit.data import GIVEN_EPOCH
+from edgesplit.errors import ExperimentError, RunError
+from edgesplit.experiment import Experiment
+from edgesplit.federated import Federation, Group, Reply, Request, average
+from edgesplit.plan import Plan
+from edgesplit.sheets import Agenda, Draft, Share, evaluation
+from edgesplit.transport.base import Message
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Global parameter and buffer names by layer."""
+
+    params: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+
+    def of(self, layers: Sequence[int]) -> tuple[list[str], list[str]]:
+        """Parameter and buffer names of these layers."""
+        params = dict.fromkeys(name for layer in layers for name in self.params[layer])
+        buffers = dict.fromkeys(name for layer in layers for name in self.buffers[layer])
+        return list(params), list(buffers)
+
+
+@dataclass
+class Held:
+    """What a node holds, as fetched at a round's end: flat names ``param/...``, ``buffer/...``, ``optimizer/...``."""
+
+    arrays: Arrays
+    weights: dict[int, float] = field(default_factory=dict)
+
+    def part(self, kind: str, names: Sequence[str] | None = None) -> Arrays:
+        """The arrays of one kind: those of ``names``, or (optimizer state) those that belong to them."""
+        found = {name.partition("/")[2]: a for name, a in self.arrays.items() if name.startswith(f"{kind}/")}
+        if names is None:
+            return found
+        wanted = set(names)
+        return {name: a for name, a in found.items() if name.partition("//")[0] in wanted}
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A round that has ended. ``loss`` is the weighted mean over its steps, ``seconds`` its training time."""
+
+    number: int
+    steps: int
+    loss: float
+    samples: int
+    seconds: float
+    skipped: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Group the layers that the same nodes hold for the same devices: key -> (layers, nodes).
+
+    Within a group the same micro-batches pass every layer of a node, so that one weight is right for all of them.
+    """
+    passing: dict[int, dict[str, set[str]]] = {layer: {} for layer in range(len(plan.layers))}
+    for route in plan.routes:
+        for stage in route.stages:
+            for layer in range(stage.start, stage.stop):
+                passing[layer].setdefault(stage.node, set()).add(route.device)
+    found: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
+    order = {node: i for i, node in enumerate(plan.nodes())}
+    for layer, nodes in passing.items():
+        key = tuple((node, tuple(sorted(nodes[node]))) for node in sorted(nodes, key=order.__getitem__))
+        found.setdefault(key, []).append(layer)
+    return {
+        f"layers {','.join(map(str, layers))}": (tuple(layers), tuple(node for node, _ in key))
+        for key, layers in found.items()
+    }
+
+
+class Training:
+    """Drives a fleet that has joined.
+
+    Args:
+        conductor: reaches it.
+        plan: the routes.
+        experiment: the resolved options.
+        names: of parameters and buffers by layer.
+        federation: aggregates replicas between rounds (``every: round``).
+        params, buffers: the model's initial weights by name.
+        on_step: called with each step that ends.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        plan: Plan,
+        experiment: Experiment,
+        names: Names,
+        federation: Federation | None,
+        params: Arrays,
+        buffers: Arrays,
+        *,
+        on_step: Callable[[StepDone], None] = lambda done: None,
+    ) -> None:
+        self.conductor, self.plan, self.experiment, self.names = conductor, plan, experiment, names
+        self.params, self.buffers = params, buffers
+        self.on_step = on_step
+        self.held: dict[str, Held] = {}
+        self.agenda: Agenda | None = None
+        self.test_sizes: dict[str, list[int]] = {}
+        self.participation: dict[str, int] = {}
+        self._federation = federation
+        self._groups = groups_of(plan)
+        self._shared = {key: g for key, g in self._groups.items() if len(g[1]) > 1 and self._takes_part(g[1])}
+
+    def _takes_part(self, nodes: Sequence[str]) -> bool:
+        """Whether ``federation.tiers`` lets these replicas be aggregated (default: all)."""
+        tiers = self.experiment.federation.tiers
+        if tiers is None or self.plan.topology is None:
+            return True
+        tier_of = {name: node.get("tier") for name, node in self.plan.topology["nodes"].items()}
+        return all(tier_of.get(node) in tiers for node in nodes)
+
+    # -- weights
+
+    def load(self, held: Mapping[str, Held] | None = None) -> None:
+        """Give every node its layers: the model's weights, or what ``held`` says it had."""
+        to = {}
+        for node in self.plan.nodes():
+            arrays = held[node].arrays if held else self._initial(node)
+            to[node] = ({"reset_optimizer": True, "reset_round": True}, pack(arrays, "raw"))
+        self.conductor.ask("load", to)
+
+    def _initial(self, node: str) -> Arrays:
+        params, buffers = self.names.of(self.plan.layers_of(node))
+        arrays = {f"param/{name}": self.params[name] for name in params}
+        return arrays | {f"buffer/{name}": self.buffers[name] for name in buffers}
+
+    def fetch(self, *, optimizer: bool) -> None:
+        """Ask every node for what it holds."""
+        replies = self.conductor.ask("fetch", {node: ({"optimizer": optimizer}, {}) for node in self.plan.nodes()})
+        self.held = {node: self._read(node, reply) for node, reply in replies.items()}
+
+    def _read(self, node: str, reply: Message) -> Held:
+        rows = reply.meta.get("weights")
+        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 2 for row in rows):
+            raise RunError(f"{node!r} sent its weights in a form that is not ours: run the same version everywhere")
+        held = Held(unpack(reply.arrays), {int(layer): float(weight) for layer, weight in rows})
+        params, buffers = self.names.of(self.plan.layers_of(node))
+        for kind, wanted, like in (("param", params, self.params), ("buffer", buffers, self.buffers)):
+            found = held.part(kind)
+            for name in wanted:
+                if name not in found or found[name].shape != like[name].shape or found[name].dtype != like[name].dtype:
+                    raise RunError(f"{node!r} sent no {kind} {name!r} of the model's shape and dtype")
+        return held
+
+    # -- rounds
+
+    def devices(self, number: int) -> list[str]:
+        """The devices of a round: all, or ``data.per_round`` of them chosen by seed and round."""
+        devices = [route.device for route in self.plan.routes]
+        count = self.experiment.data.per_round
+        if count is None:
+            return devices
+        if count > len(devices):
+            raise ExperimentError(f"data.per_round is {count}, but there are {len(devices)} devices: lower it")
+        key = hashlib.blake2b(f"devices/{self.experiment.seed}/{number}".encode(), digest_size=16).digest()
+        chosen = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8"))).permutation(len(devices))[:count]
+        return [devices[i] for i in sorted(chosen)]
+
+    def drafts(self, number: int, agenda: Agenda) -> list[Draft]:
+        """Draw up the steps of a round."""
+        e = self.experiment
+        return agenda.round(self.devices(number), steps=e.steps_per_round, epochs=e.epochs_per_round)
+
+    def total_steps(self, rounds: int) -> int:
+        """How many steps a run of so many rounds has."""
+        agenda = self._agenda()
+        trial = Agenda(agenda.sizes)
+        for number in range(1, rounds + 1):
+            self.drafts(number, trial)
+        return trial.step
+
+    def _agenda(self) -> Agenda:
+        if self.agenda is None:
+            raise RunError("the fleet has not joined yet")
+        return self.agenda
+
+    def round(self, number: int, drafts: Sequence[Draft] | None = None, *, optimizer: bool = False) -> RoundDone:
+        """Train a round and make the replicas one.
+
+        Args:
+            number: from 1.
+            drafts: its steps; None: as the experiment says.
+            optimizer: fetch optimizer state too, for a checkpoint.
+        """
+        drafts = self.drafts(number, self._agenda()) if drafts is None else drafts
+        done: list[StepDone] = []
+        seconds = 0.0
+
+        def train(requests: list[Request]) -> list[Reply]:
+            nonlocal seconds
+            start = time.perf_counter()
+            for step in self.conductor.steps(drafts):
+                done.append(step)
+                self.on_step(step)
+            seconds = time.perf_counter() - start
+            self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
+            return [self._reply(request) for request in requests]
+
+        if self._federation is not None and self._shared:
+            results = self._federation.run_round(number, self._requests(), train)
+            self._distribute({key: dict(result.arrays) for key, result in results.items()})
+        else:
+            train([])
+            self._distribute({})
+        for device in {device for draft in drafts for device in draft.shares}:
+            self.participation[device] = self.participation.get(device, 0) + 1
+        return _summary(number, done, seconds)
+
+    def _requests(self) -> dict[str, Group]:
+        groups = {}
+        for key, (layers, nodes) in self._shared.items():
+            params, _ = self.names.of(layers)
+            if params:
+                groups[key] = Group(nodes, {name: self.params[name] for name in params})
+        return groups
+
+    def _reply(self, request: Request) -> Reply:
+        layers, _ = self._groups[request.group]
+        params, _ = self.names.of(layers)
+        held = self.held[request.node]
+        return Reply(request.node, request.group, held.part("param", params), held.weights.get(layers[0], 0.0))
+
+    def _distribute(self, results: Mapping[str, Arrays]) -> None:
+        """Take the round's result as the model, and give replicas what has changed."""
+        changed: dict[str, Arrays] = {node: {} for node in self.plan.nodes()}
+        for key, (layers, nodes) in self._groups.items():
+            params, buffers = self.names.of(layers)
+            new = results.get(key) or self.held[nodes[0]].part("param", params)
+            self.params |= new
+            if key in results:
+                self._change(changed, nodes, "param", new)
+            self._average_buffers(changed, key, layers, nodes, buffers)
+            if key in results and self.experiment.federation.optimizer_state == "average":
+                self._change(changed, nodes, "optimizer", self._average(key, layers, nodes, "optimizer", params))
+        reset = bool(results) and self.experiment.federation.optimizer_state == "reset"
+        meta = {"reset_round": True, "reset_optimizer": reset}
+        for node, arrays in changed.items():
+            self.held[node].arrays |= arrays
+        if reset:
+            for held in self.held.values():
+                held.arrays = {n: a for n, a in held.arrays.items() if not n.startswith("optimizer/")}
+        self.conductor.ask("load", {node: (meta, pack(arrays, "raw")) for node, arrays in changed.items()})
+
+    @staticmethod
+    def _change(changed: dict[str, Arrays], nodes: Sequence[str], kind: str, arrays: Arrays) -> None:
+        for node in nodes:
+            changed[node] |= {f"{kind}/{name}": array for name, array in arrays.items()}
+
+    def _average_buffers(
+        self,
+        changed: dict[str, Arrays],
+        key: str,
+        layers: Sequence[int],
+        nodes: Sequence[str],
+        buffers: Sequence[str],
+    ) -> None:
+        if not buffers:
+            return
+        if len(nodes) == 1:
+            self.buffers |= self.held[nodes[0]].part("buffer", buffers)
+            return
+        mean = self._average(key, layers, nodes, "buffer", buffers)
+        self.buffers |= mean
+        if self.experiment.federation.buffers == "average" and key in self._shared:
+            self._change(changed, nodes, "buffer", mean)
+
+    def _average(
+        self, key: str, layers: Sequence[int], nodes: Sequence[str], kind: str, names: Sequence[str]
+    ) -> Arrays:
+        weights = {node: self.held[node].weights.get(layers[0], 0.0) for node in nodes}
+        active = [node for node in nodes if weights[node] > 0] or list(nodes)
+        replies = [Reply(node, key, self.held[node].part(kind, names), weights[node]) for node in active]
+        return average(replies) if any(reply.arrays for reply in replies) else {}
+
+    def adopt(self) -> None:
+        """Take what was fetched as the model (of replicas the first), after steps driven by hand."""
+        for layers, nodes in self._groups.values():
+            params, buffers = self.names.of(layers)
+            self.params |= self.held[nodes[0]].part("param", params)
+            self.buffers |= self.held[nodes[0]].part("buffer", buffers)
+
+    # -- evaluation on the devices
+
+    def evaluate_devices(self) -> dict[str, float]:
+        """Run the devices' own test sets through the pipeline: ``device/<name>/<metric>`` -> value."""
+        sizes = {device: batches for device, batches in self.test_sizes.items() if batches}
+        if not sizes:
+            raise ExperimentError("no device has a test set: Task.test gave None for all of them")
+        totals: dict[tuple[str, str], tuple[float, float]] = {}
+        drafts = list(evaluation(sizes, self._agenda().step))
+        for done in self.conductor.steps(drafts, evaluate=True):
+            for device, metrics in done.metrics.items():
+                for name, (value, count) in metrics.items():
+                    before = totals.get((device, name), (0.0, 0.0))
+                    totals[device, name] = before[0] + value, before[1] + count
+        return {f"device/{device}/{name}": v / c for (device, name), (v, c) in totals.items() if c}
+
+
+def one_step(step: int, batches: Mapping[str, tuple[int, int]], lr: float) -> Draft:
+    """A step over batches given by hand: device -> (number of the batch given, samples)."""
+    return Draft(step, {device: Share(GIVEN_EPOCH, index, samples) for device, (index, samples) in batches.items()}, lr)
+
+
+def _summary(number: int, done: Sequence[StepDone], seconds: float) -> RoundDone:
+    counted = [step for step in done if step.applied and step.weight]
+    weight = sum(step.weight for step in counted)
+    loss = sum(step.loss * step.weight for step in counted) / weight if weight else float("nan")
+    samples = sum(step.samples for step in done)
+    return RoundDone(number, len(done), loss, samples, seconds, sum(not step.applied for step in done))

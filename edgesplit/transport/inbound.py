@@ -1,0 +1,91 @@
+"""The receiving end of one stream: order, repeats, holes, and whole messages. No I/O, no clock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from edgesplit.transport.frames import Frame
+
+
+class Spoiled(NamedTuple):
+    """Chunks that make no message; they are dropped."""
+
+    reason: str
+
+
+class Inbound:
+    """Chunks from one life of a peer.
+
+    Attributes:
+        boot: that life.
+        mark: all up to this number have arrived.
+        fresh_bytes, fresh_frames: arrived since the last acknowledgement was sent.
+    """
+
+    def __init__(self, boot: int, most_ahead: tuple[int, int]) -> None:
+        self.boot = boot
+        self.mark = 0
+        self.fresh_bytes = 0
+        self.fresh_frames = 0
+        self._ahead: dict[int, Frame] = {}
+        self._ahead_bytes = 0
+        self._most_ahead = most_ahead
+        self._body: memoryview | None = None
+        self._filled = 0
+        self._due = 0  # the part that comes next
+
+    @property
+    def gap(self) -> int:
+        """How many chunks after the mark are missing although later ones came."""
+        return min(self._ahead) - self.mark - 1 if self._ahead else 0
+
+    def repeated(self, frame: Frame) -> bool:
+        """Whether this chunk has been here before."""
+        return frame.seq <= self.mark or frame.seq in self._ahead
+
+    def hold(self, frame: Frame) -> None:
+        """Keep a chunk that came too early, if there is room; it is sent again otherwise."""
+        most_bytes, most_frames = self._most_ahead
+        if frame.seq <= self.mark + most_frames and self._ahead_bytes + len(frame.payload) <= most_bytes:
+            self._ahead[frame.seq] = frame
+            self._ahead_bytes += len(frame.payload)
+
+    def take(self, frame: Frame) -> list[memoryview | Spoiled]:
+        """Take the next chunk and those that waited for it; returns the bodies of the messages they complete."""
+        results: list[memoryview | Spoiled] = []
+        following: Frame | None = frame
+        while following is not None:
+            self.mark += 1
+            self.fresh_bytes += len(following.payload)
+            self.fresh_frames += 1
+            result = self._assemble(following)
+            if result is not None:
+                results.append(result)
+            following = self._ahead.pop(self.mark + 1, None)
+            if following is not None:
+                self._ahead_bytes -= len(following.payload)
+        return results
+
+    def _assemble(self, frame: Frame) -> memoryview | Spoiled | None:
+        if frame.part == 0:
+            self._filled = self._due = 0
+            # Memory that is not zeroed: a page is taken when a piece arrives, whatever total a chunk claims.
+            self._body = frame.payload if frame.parts == 1 else np.empty(frame.total, np.uint8).data
+        body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
+        if (
+            body is None
+            or frame.part != self._due
+            or frame.total != len(body)
+            or (end != len(body) if last else end > len(body))
+        ):
+            self._body, self._due = None, 0
+            return Spoiled(f"piece {frame.part} of {frame.parts} ends at byte {end} of {frame.total}: it does not fit")
+        if frame.parts > 1:
+            body[self._filled : end] = frame.payload
+        self._filled, self._due = end, self._due + 1
+        if not last:
+            return None
+        self._body = None
+        return body.toreadonly()

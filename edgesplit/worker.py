@@ -1,0 +1,198 @@
+"""The shell around a node: its inbox, its state machine, its engine. One compute thread; never two actions at once."""
+
+from __future__ import annotations
+
+import heapq
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from edgesplit.emulation import Emulator
+from edgesplit.engine import Engine
+from edgesplit.errors import EdgesplitError, RunError, TransportError
+from edgesplit.kit import Kit
+from edgesplit.node import NodeMachine, Outcome, Run, Serve, Work
+from edgesplit.protocol import Assignment, Send
+from edgesplit.schedule import Event
+from edgesplit.task import COORDINATOR
+from edgesplit.transport.base import DATA_KINDS, Inbox, Message, Transport
+
+
+
+
+class Worker:
+    """Runs one node until the coordinator says stop.
+
+    Args:
+        name: the node.
+        transport: how it reaches the others.
+        kit: an assignment's Task made ready.
+        patience: seconds without any message, while something is awaited, that end it.
+        facts: what its hello says of it (process id, versions).
+        clock: seconds since the epoch; the same for all nodes of a host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        kit: Callable[[Assignment], Kit],
+        *,
+        patience: float = 300.0,
+        facts: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.patience = name, patience
+        self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
+        self._machine: NodeMachine | None = None
+        self._engine: Engine | None = None
+        self._emulator: Emulator | None = None
+        self._events: list[Event] = []
+        self._due: list[tuple[float, int, Message]] = []  # data messages that the emulated link has not delivered yet
+        self._taken = 0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Take part in a run to its end.
+
+        Raises:
+            EdgesplitError: the node cannot go on; the coordinator has been told.
+        """
+        inbox = self._transport.mailbox(self.name)
+        self._tell("hello", self._facts)
+        try:
+            while not self._stopped:
+                self._turn(inbox)
+        except Exception as error:
+            self._tell("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
+            self._flush_quietly()
+            raise
+
+    def _turn(self, inbox: Inbox) -> None:
+        while (message := inbox.poll()) is not None and not self._stopped:
+            self._receive(message)
+        self._deliver_due()
+        work = self._machine.next() if self._machine and not self._stopped else None
+        if work is not None:
+            self._do(work)
+        elif not self._stopped:
+            self._wait(inbox)
+
+    def _wait(self, inbox: Inbox) -> None:
+        what = self._waiting_for() or "the coordinator"
+        if not self._due:
+            self._receive(inbox.get(self.patience, what))
+            return
+        pause = self._due[0][0] - self._clock()
+        if pause > 0:
+            try:
+                self._receive(inbox.get(pause, what))
+            except TransportError:
+                if inbox.failed:
+                    raise
+
+    # -- messages
+
+    def _receive(self, message: Message) -> None:
+        if message.kind == "status":
+            self._status(message)
+        elif message.kind in DATA_KINDS and self._emulator is not None:
+            due = self._emulator.due(message)
+            self._taken += 1
+            heapq.heappush(self._due, (due, self._taken, message))
+        elif message.sender == COORDINATOR and message.kind == "assign":
+            self._assign(message)
+        elif message.sender == COORDINATOR and message.kind == "stop":
+            self._stop(message)
+        elif self._machine is not None:
+            self._machine.receive(message)
+
+    def _deliver_due(self) -> None:
+        while self._machine is not None and self._due and self._due[0][0] <= self._clock():
+            self._machine.receive(heapq.heappop(self._due)[2])
+
+    def _status(self, message: Message) -> None:
+        if message.sender == COORDINATOR and message.meta.get("state") == "offline":
+            raise RunError(f"the coordinator is gone ({message.meta.get('reason') or 'its connection closed'})")
+
+    def _assign(self, message: Message) -> None:
+        assignment = Assignment.of(message.meta)
+        kit = self._kit(assignment)
+        if kit.fingerprint != assignment.fingerprint:
+            raise RunError(
+                f"the task on {self.name!r} is not the coordinator's "
+                f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
+            )
+        self._engine = Engine(self.name, assignment, kit)
+        self._machine = self._engine.machine()
+        if assignment.emulate is not None:
+            self._emulator = Emulator(self.name, assignment.emulate)
+        self._tell("assigned", {"request": message.meta.get("request"), "sizes": self._engine.sizes()})
+
+    def _stop(self, message: Message) -> None:
+        meta = {"request": message.meta.get("request"), "waiting_for": self._waiting_for(), **self._take_events()}
+        self._tell("stopped", meta)
+        self._flush_quietly()
+        self._stopped = True
+
+    # -- work
+
+    def _do(self, work: Work) -> None:
+        machine, engine = self._machine, self._engine
+        if machine is None or engine is None:
+            raise RunError(f"{self.name!r} has no assignment")
+        start = self._clock()
+        outcome = engine.execute(work)
+        if isinstance(work, Run):
+            if self._emulator is not None:
+                self._emulator.pace(work, start, self._clock, time.sleep)
+            event = Event(self.name, work.action, start, self._clock(), work.step.step, outcome.version)
+            self._events.append(event)
+        sends = machine.done(work, outcome)
+        for send in sends:
+            self._send(send)
+
+    def _send(self, send: Send) -> None:
+        message = send.message
+        if message.kind in {"report", "fetched"}:
+            traffic = {"traffic": dict(self._transport.traffic())}
+            message = _with_meta(message, self._take_events() | traffic)
+        if self._emulator is not None and message.kind in DATA_KINDS:
+            message = self._emulator.stamp(send.to, message, self._clock())
+        self._transport.send(send.to, message)
+
+    def _take_events(self) -> dict[str, Any]:
+        events, self._events = self._events, []
+        return {"events": [[str(e.action), e.start, e.end, e.step, e.version] for e in events]}
+
+    def _tell(self, kind: str, meta: Mapping[str, Any]) -> None:
+        self._transport.send(COORDINATOR, Message(kind=kind, sender=self.name, meta=meta))
+
+    def _flush_quietly(self) -> None:
+        try:
+            self._transport.flush(5.0)
+        except TransportError:
+            return  # the coordinator is gone or the network is: there is nobody left to tell
+
+    def _waiting_for(self) -> str | None:
+        return self._machine.waiting_for() if self._machine else "its assignment"
+
+
+def _with_meta(message: Message, extra: Mapping[str, Any]) -> Message:
+    return Message(
+        kind=message.kind,
+        sender=message.sender,
+        term=message.term,
+        meta={**message.meta, **extra},
+        arrays=message.arrays,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, EdgesplitError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text}{where}"
