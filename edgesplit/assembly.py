@@ -122,7 +122,9 @@ def check_placement(model: Model, plan: Plan) -> None:
     """Refuse a plan for another chain, and parameters tied across a cut."""
     names = tuple(layer.name for layer in model.chain.layers)
     if plan.layers != names:
-        raise TaskError(f"the plan is for layers {', '.join(plan.layers)}; the model has {', '.join(names)}: plan again")
+        raise TaskError(
+            f"the plan is for layers {', '.join(plan.layers)}; the model has {', '.join(names)}: plan again"
+        )
     ranges: dict[str, list[tuple[int, int]]] = {}
     for route in plan.routes:
         for index, stage in enumerate(route.stages):

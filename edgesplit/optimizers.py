@@ -218,7 +218,7 @@ def _like(param: Array, value: Array) -> Array:
 def state_arrays(state: State) -> dict[str, Array]:
     """Return optimizer state as flat arrays named ``<parameter>//<slot>``; a count is an int64 scalar."""
     return {
-        f"{name}//{slot}": np.asarray(value, np.int64) if slot == "count" else value
+        f"{name}//{slot}": np.asarray(value, np.int64) if isinstance(value, int) else value
         for name, slots in state.items()
         for slot, value in slots.items()
     }
@@ -240,7 +240,7 @@ def state_from_arrays(arrays: Mapping[str, Array], slots: Collection[str] | None
         name, found, slot = key.rpartition("//")
         if not found or (slots is not None and slot not in ("count", *slots)):
             raise ExperimentError(f"{key!r} is no optimizer state: it must end in //count or //{' or //'.join(SLOTS)}")
-        state.setdefault(name, {})[slot] = _count(key, value) if slot == "count" else value
+        state.setdefault(name, {})[slot] = _count(key, value) if slots and slot == "count" else value
     for name, held in state.items() if slots is not None else ():
         if "count" not in held or ("mean" in held) != ("square" in held):
             raise ExperimentError(f"optimizer state of {name!r} has only {', '.join(sorted(held))}: it is not whole")

@@ -82,7 +82,9 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self) | {"layers": [asdict(layer) | {"cut_bytes": dict(layer.cut_bytes)} for layer in self.layers]}
+        return asdict(self) | {
+            "layers": [asdict(layer) | {"cut_bytes": dict(layer.cut_bytes)} for layer in self.layers]
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> Profile:

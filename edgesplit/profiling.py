@@ -65,13 +65,18 @@ def _measure(
     name: str, module: nn.Module, x: Any, needs: frozenset[str], batch: int, repeats: int
 ) -> tuple[LayerProfile, Any, frozenset[str]]:
     """Return the layer's costs, its output without a graph, and which arrays of it need a gradient."""
-    leaves = {key: _leaf(array, key in needs) for key, array in _arrays(x).items()}
-    given: Any = leaves if isinstance(x, Mapping) else leaves[BARE]
-    forward = _median(lambda: module(dict(leaves) if isinstance(x, Mapping) else given), repeats)
+    leaves = {key: array.detach().requires_grad_(key in needs) for key, array in _arrays(x).items()}
+
+    def given() -> Any:
+        # Clones: a layer may write into its input, which torch forbids on leaves and which would change later runs.
+        clones = {key: leaf.clone() for key, leaf in leaves.items()}
+        return clones if isinstance(x, Mapping) else clones[BARE]
+
+    forward = _median(module, repeats, given)
     params = list(module.parameters())
     trained = [param for param in params if param.requires_grad]
     with FlopCounterMode(display=False) as counter, _stash(params) as kept:
-        out = module(given)
+        out = module(given())
     outputs = _arrays(out)
     backward = {key: array for key, array in outputs.items() if array.requires_grad}
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -91,29 +96,27 @@ def _measure(
     return cost, plain if isinstance(out, Mapping) else plain[BARE], frozenset(backward)
 
 
-def _leaf(array: Tensor, needs_grad: bool) -> Tensor:
-    # A clone: a layer may write into its input, and an in-place layer must not change what is measured next.
-    return array.detach().clone().requires_grad_(needs_grad)
-
-
 def _grad_time(outputs: Mapping[str, Tensor], wanted: list[Tensor], repeats: int) -> float:
     if not outputs or not wanted:
         return 0.0
     out = list(outputs.values())
     seeds = [torch.ones_like(array) for array in out]
-    return _median(lambda: torch.autograd.grad(out, wanted, seeds, retain_graph=True, allow_unused=True), repeats)
+
+    def run(_: None) -> object:
+        return torch.autograd.grad(out, wanted, seeds, retain_graph=True, allow_unused=True)
+
+    return _median(run, repeats, lambda: None)
 
 
-def _median(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of ``run`` after a warm-up."""
-    for _ in range(WARM_UP):
-        run()
+def _median(run: Callable[[Any], object], repeats: int, prepare: Callable[[], object]) -> float:
+    """Median seconds of ``run`` on what ``prepare`` makes, after a warm-up."""
     seconds = []
-    for _ in range(repeats):
+    for _ in range(WARM_UP + repeats):
+        prepared = prepare()
         start = time.perf_counter()
-        run()
+        run(prepared)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(seconds[WARM_UP:])
 
 
 @contextmanager
@@ -155,8 +158,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _gflops(dtype: torch.dtype, repeats: int, size: int = 384) -> float:
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    return 2 * size**3 / _median(lambda: a @ b, repeats) / 1e9
+    a = torch.ones(size, size, dtype=dtype)
+    return 2 * size**3 / _median(lambda b: a @ b, repeats, lambda: torch.ones(size, size, dtype=dtype)) / 1e9
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

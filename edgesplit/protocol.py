@@ -66,7 +66,9 @@ def _step(entry: Any) -> Step:
         ok = isinstance(micro, list) and len(micro) == 4 and isinstance(micro[1], str)
         _need(ok and all(_whole(micro[i]) for i in (0, 2, 3)) and micro[2] <= micro[3], "sheet", f"micro {micro!r}")
     for where in batches.values():
-        _need(isinstance(where, list) and len(where) == 2 and all(isinstance(w, int) for w in where), "sheet", "a batch")
+        _need(
+            isinstance(where, list) and len(where) == 2 and all(isinstance(w, int) for w in where), "sheet", "a batch"
+        )
     return Step(
         entry["step"],
         tuple(Micro(*micro) for micro in micros),

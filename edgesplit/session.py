@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,51 +11,31 @@ import numpy as np
 
 from edgesplit import assembly, checkpoint
 from edgesplit.assembly import Model, build_model
+from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
 from edgesplit.conductor import Conductor
 from edgesplit.coordinator import Coordinator, LossScale, StepDone
 from edgesplit.emulation import describe as emulated_part
-from edgesplit.errors import EdgesplitError, ExperimentError, NodeLost, RunError
+from edgesplit.errors import ExperimentError, NodeLost, RunError
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.fleet import Fleet, Threads
 from edgesplit.observe.recorder import Recorder
+from edgesplit.options import options
+from edgesplit.placement import placement
 from edgesplit.plan import Plan
-from edgesplit.planner import plan as make_plan
-from edgesplit.profiling import profile_chain
+from edgesplit.resuming import snapshot, take_up
 from edgesplit.sheets import Agenda, Cutting
-from edgesplit.splitting import load_weights, prove_chain
+from edgesplit.splitting import load_weights
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
-from edgesplit.training import Held, Names, RoundDone, Training, one_step
+from edgesplit.training import Names, RoundDone, Training, one_step
 from edgesplit.transport.base import Transport
 from edgesplit.transport.memory import MemoryTransport
 
 if TYPE_CHECKING:
     from torch import nn
-
-STOP = "stop"
-"""What a callback's ``on_round`` returns to end the run early."""
-
-
-class Callback:
-    """Something that watches a run, on the coordinator. Override what is of interest."""
-
-    def on_start(self, session: Session) -> None:
-        """The fleet has joined and holds its weights."""
-
-    def on_step(self, done: StepDone) -> None:
-        """A step has ended."""
-
-    def on_round(self, done: RoundDone) -> str | None:
-        """A round has ended; return ``"stop"`` to end the run."""
-
-    def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint was written."""
-
-    def on_end(self, session: Session) -> None:
-        """The run has ended, well or not."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +94,17 @@ class Session:
         self.directory, self.callbacks = directory, list(callbacks)
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
-        self._given = 0
+        self._given = self._resumed = 0
         self._closed = False
         assembly.check_placement(self.model, plan)
         self._method = assembly.method_for(self.experiment, plan, task)
-        self._transport = transport or MemoryTransport()
-        self._fleet = fleet or Threads(self._transport, lambda assignment: self.model.kit)
+        memory = MemoryTransport()
+        self._transport = transport or memory
+        self._fleet = fleet or Threads(lambda node: memory, lambda assignment: self.model.kit)
         self._federation = self._make_federation(strategy)
         self._conductor = self._make_conductor()
         self.training = self._make_training()
+        self._check_strategy()
         try:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
@@ -142,6 +123,11 @@ class Session:
         if strategy is not None:
             return Federation(strategy)
         return Federation(federation.strategy, federation.strategy_args)
+
+    def _check_strategy(self) -> None:
+        if self._federation is not None:
+            saving = self.directory is not None and self.experiment.checkpoint.every > 0
+            self._federation.check(self.training.groups(), checkpoint=saving)
 
     def _make_conductor(self) -> Conductor:
         e = self.experiment
@@ -219,7 +205,7 @@ class Session:
             EdgesplitError: the run cannot go on; says what the other nodes were waiting for.
         """
         self.callbacks += callbacks
-        last = self.experiment.rounds if rounds is None else rounds + len(self.rounds)
+        last = self.experiment.rounds if rounds is None else self.next_round - 1 + rounds
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -237,7 +223,7 @@ class Session:
     @property
     def next_round(self) -> int:
         """The number of the next round, from 1."""
-        return self.rounds[-1].number + 1 if self.rounds else 1
+        return self.rounds[-1].number + 1 if self.rounds else self._resumed + 1
 
     def _round(self, number: int) -> RoundDone:
         e = self.experiment
@@ -250,10 +236,15 @@ class Session:
             done = RoundDone(done.number, done.steps, done.loss, done.samples, done.seconds, done.skipped, metrics)
         self.rounds.append(done)
         if saving and self.directory is not None:
-            path = self._save(self.directory)
+            path = self._save(number, self.directory)
             for callback in self.callbacks:
                 callback.on_checkpoint(path)
         return done
+
+    def _save(self, number: int, directory: Path) -> Path:
+        coordinator = self._conductor.coordinator
+        found = snapshot(number, self.experiment, coordinator, self.training, self._federation)
+        return checkpoint.save(directory / "checkpoints", found, self.experiment.checkpoint.keep)
 
     def step(self, batch: Any) -> float:
         """Train one step on a batch given by hand and return its loss.
@@ -272,19 +263,13 @@ class Session:
             asked[device] = ({"index": self._given}, pack(arrays, "raw"))
         try:
             self._conductor.ask("insert", asked)
-            agenda = self._agenda
+            agenda = self.training.drawn
             draft = one_step(agenda.step, given, agenda.lr(agenda.step))
             agenda.step += 1
             losses = [done.loss for done in self._conductor.steps([draft])]
         except BaseException as error:
             raise self._explained(error) from error
         return losses[0]
-
-    @property
-    def _agenda(self) -> Agenda:
-        if self.training.agenda is None:
-            raise RunError("the fleet has not joined yet")
-        return self.training.agenda
 
     def federate(self) -> None:
         """Make the replicas one, after steps driven by hand."""
@@ -325,70 +310,14 @@ class Session:
         self._gather_weights()
         return self.model.chain.model
 
-    # -- checkpoints
-
-    def _save(self, directory: Path) -> Path:
-        coordinator, agenda, training = self._conductor.coordinator, self._agenda, self.training
-        position = checkpoint.Position(
-            round=self.rounds[-1].number,
-            step=agenda.step,
-            micro=coordinator.next_micro,
-            term=coordinator.term,
-            seed=self.experiment.seed,
-            participation=training.participation,
-            positions=dict(agenda.done),
-            loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
-            experiment=self.experiment.to_dict(),
-            plan=Plan(self.plan.layers, self.plan.routes).to_json(),
-        )
-        saved = checkpoint.Checkpoint(
-            position=position,
-            model=self.weights(),
-            nodes={node: held.arrays for node, held in training.held.items()},
-            strategy=self._federation.state() if self._federation else {},
-        )
-        return checkpoint.save(directory / "checkpoints", saved, self.experiment.checkpoint.keep)
-
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, as if the run had never stopped; its plan may differ.
 
         Raises:
             RunError: the checkpoint is damaged, or of another model or seed.
         """
-        found = checkpoint.load(path)
-        position, training, coordinator = found.position, self.training, self._conductor.coordinator
-        if position.seed != self.experiment.seed:
-            raise RunError(f"the checkpoint has seed {position.seed}, the experiment {self.experiment.seed}")
-        for name, array in self.weights().items():
-            if name not in found.model or found.model[name].shape != array.shape:
-                raise RunError(f"the checkpoint {path} has no {name!r} of shape {array.shape}: it is of another model")
-        training.params = {name: found.model[name] for name in training.params}
-        training.buffers = {name: found.model[name] for name in training.buffers}
-        agenda = self._agenda
-        agenda.step, agenda.done = position.step, {d: int(n) for d, n in position.positions.items()}
-        coordinator.next_micro = position.micro
-        if position.loss_scale:
-            coordinator.loss_scale.value = float(position.loss_scale["value"])
-            coordinator.loss_scale.good = int(position.loss_scale["good"])
-        training.participation = dict(position.participation)
-        if self._federation is not None:
-            self._federation.load_state(dict(found.strategy))
-        training.load(self._held(found))
-        self.rounds = [RoundDone(position.round, 0, math.nan, 0, 0.0, 0)]
-
-    def _held(self, found: checkpoint.Checkpoint) -> dict[str, Held]:
-        """What each node of this plan held, or, where it is new, what some node held of its layers."""
-        everything = {name: array for node in sorted(found.nodes) for name, array in found.nodes[node].items()}
-        held = {}
-        for node in self.plan.nodes():
-            params, buffers = self.training.names.of(self.plan.layers_of(node))
-            arrays = {**everything, **found.nodes.get(node, {})}
-            source = Held(arrays)
-            own = {f"param/{n}": a for n, a in source.part("param", params).items()}
-            own |= {f"buffer/{n}": a for n, a in source.part("buffer", buffers).items()}
-            own |= {f"optimizer/{n}": a for n, a in source.part("optimizer", params).items()}
-            held[node] = Held(own)
-        return held
+        number = take_up(path, self.experiment, self._conductor.coordinator, self.training, self._federation)
+        self._resumed = number
 
     # -- the end
 
@@ -425,57 +354,10 @@ class Session:
         self.close()
 
 
-_PIPELINE = ("method", "micros", "micro_batch_size", "window", "split_backward")
-_FEDERATION = {"strategy_args": "strategy_args", "every": "every", "optimizer_state": "optimizer_state", "buffers": "buffers"}
-
-
-def options(**keywords: Any) -> Experiment:
-    """Make an experiment of keywords: the keys of ``experiment.yaml``, those of ``pipeline`` and ``federation`` flat.
-
-    >>> options(method="gpipe", micros=4, batch_size=48).pipeline.micros
-    4
-    """
-    data: dict[str, Any] = {"task": "here:task", "topology": "here", "pipeline": {}, "federation": {}}
-    for key, value in keywords.items():
-        if key in _PIPELINE:
-            data["pipeline"][key] = value
-        elif key in _FEDERATION:
-            data["federation"][_FEDERATION[key]] = value
-        elif key in ("pipeline", "federation"):
-            data[key] |= value
-        else:
-            data[key] = value
-    return Experiment.from_dict(data, source="options")
-
-
-def first_batch(model: Model, task: Task, experiment: Experiment, devices: int = 1, config: Any = None) -> Any:
-    """Return ``(x, target)`` arrays of the first device's first batch, for proofs and profiles."""
-    from edgesplit.data import Feed
-
-    shard = Shard(
-        name="device",
-        index=0,
-        count=devices,
-        seed=experiment.seed,
-        config=config or {},
-        data=experiment.data.model_dump(exclude_none=True),
-    )
-    feed = Feed(
-        model.kit.data(shard, False),
-        device=shard.name,
-        batch_size=experiment.batch_size,
-        seed=experiment.seed,
-        collate=model.kit.collate,
-        to_arrays=model.kit.to_arrays,
-    )
-    return feed.batch(0, 0)
-
-
 def fit(
     task: Task,
     *,
     topology: str | Path | Topology,
-    tiers: Sequence[str] | None = None,
     cuts: Sequence[int | str] | None = None,
     callbacks: Iterable[Callback] = (),
     strategy: Any = None,
@@ -486,57 +368,17 @@ def fit(
     Args:
         task: a notebook's works.
         topology: a file or a :class:`Topology`.
-        tiers, cuts: see :func:`edgesplit.planner.plan`.
+        cuts: where to cut the chain; None: as ``plan`` says.
         callbacks: see :class:`Callback`.
         strategy: a name or a Flower strategy object.
-        keywords: options, see :func:`options`.
+        keywords: options, see :func:`edgesplit.options.options`.
     """
-    by_name = isinstance(strategy, str)
-    if by_name:
-        keywords["federation"] = {**keywords.get("federation", {}), "strategy": strategy}
+    if isinstance(strategy, str):
+        keywords["strategy"], strategy = strategy, None
     experiment = options(**keywords)
-    fleet = topology if isinstance(topology, Topology) else Topology.load(topology)
     model = build_model(task, experiment)
-    placed = placement(model, task, experiment, fleet, tiers=tiers, cuts=cuts)
-    with Session(
-        placed,
-        task,
-        experiment=experiment,
-        model=model,
-        callbacks=callbacks,
-        strategy=None if by_name else strategy,
-    ) as session:
+    fleet = topology if isinstance(topology, Topology) else Topology.load(topology)
+    plan = placement(model, fleet, experiment, cuts=cuts)
+    with Session(plan, task, experiment=experiment, model=model, callbacks=callbacks, strategy=strategy) as session:
         rounds = session.fit()
         return Result(session.gather(), rounds)
-
-
-def placement(
-    model: Model,
-    task: Task,
-    experiment: Experiment,
-    topology: Topology,
-    *,
-    tiers: Sequence[str] | None = None,
-    cuts: Sequence[int | str] | None = None,
-) -> Plan:
-    """Prove the chain, profile it, and plan."""
-    from edgesplit.segments.torch import from_arrays
-
-    devices = topology.devices()
-    config = devices[0].config if devices else {}
-    x, target = first_batch(model, task, experiment, len(devices), config)
-    values = from_arrays(x), from_arrays(target)
-    prove_chain(model.chain, values[0], train_mode=task.train_mode)
-    profile = profile_chain(model.chain, *values)
-    chosen = experiment.plan
-    return make_plan(
-        profile,
-        topology,
-        planner="manual" if cuts is not None else chosen.planner,
-        tiers=tiers if tiers is not None else experiment.tiers,
-        cuts=cuts if cuts is not None else chosen.cuts,
-        cuts_by_device=chosen.cuts_by_device,
-    )
-
-
-__all__ = ["Callback", "EdgesplitError", "Result", "Session", "fit", "options", "placement"]

@@ -186,13 +186,15 @@ class Training:
 
     def total_steps(self, rounds: int) -> int:
         """How many steps a run of so many rounds has."""
-        agenda = self._agenda()
+        agenda = self.drawn
         trial = Agenda(agenda.sizes)
         for number in range(1, rounds + 1):
             self.drafts(number, trial)
         return trial.step
 
-    def _agenda(self) -> Agenda:
+    @property
+    def drawn(self) -> Agenda:
+        """What was handed out so far. Raises RunError before the fleet has joined."""
         if self.agenda is None:
             raise RunError("the fleet has not joined yet")
         return self.agenda
@@ -205,7 +207,7 @@ class Training:
             drafts: its steps; None: as the experiment says.
             optimizer: fetch optimizer state too, for a checkpoint.
         """
-        drafts = self.drafts(number, self._agenda()) if drafts is None else drafts
+        drafts = self.drafts(number, self.drawn) if drafts is None else drafts
         done: list[StepDone] = []
         seconds = 0.0
 
@@ -220,7 +222,7 @@ class Training:
             return [self._reply(request) for request in requests]
 
         if self._federation is not None and self._shared:
-            results = self._federation.run_round(number, self._requests(), train)
+            results = self._federation.run_round(number, self.groups(), train)
             self._distribute({key: dict(result.arrays) for key, result in results.items()})
         else:
             train([])
@@ -229,7 +231,8 @@ class Training:
             self.participation[device] = self.participation.get(device, 0) + 1
         return _summary(number, done, seconds)
 
-    def _requests(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, Group]:
+        """The replicated layers with their current weights, as the strategies see them."""
         groups = {}
         for key, (layers, nodes) in self._shared.items():
             params, _ = self.names.of(layers)
@@ -310,7 +313,7 @@ class Training:
         if not sizes:
             raise ExperimentError("no device has a test set: Task.test gave None for all of them")
         totals: dict[tuple[str, str], tuple[float, float]] = {}
-        drafts = list(evaluation(sizes, self._agenda().step))
+        drafts = list(evaluation(sizes, self.drawn.step))
         for done in self.conductor.steps(drafts, evaluate=True):
             for device, metrics in done.metrics.items():
                 for name, (value, count) in metrics.items():

@@ -19,8 +19,6 @@ from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import DATA_KINDS, Inbox, Message, Transport
 
 
-
-
 class Worker:
     """Runs one node until the coordinator says stop.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from edgesplit.errors import TaskError
-from edgesplit.experiment import Experiment
+from edgesplit.experiment import Experiment, schema
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
 
@@ -269,6 +270,17 @@ def test_the_demo_trains_for_at_least_600_steps() -> None:
     experiment = Experiment.load(DEMOS / "mnist" / "experiment.yaml")
     assert experiment.rounds * (experiment.steps_per_round or 0) >= 600
     assert experiment.data.partition == DIRICHLET["partition"]
+
+
+@pytest.mark.parametrize("kind", ["experiment", "topology"])
+def test_the_schema_that_the_files_name_is_the_present_one(kind: str) -> None:
+    """If this fails: write what ``edgesplit.experiment.schema()`` gives into ``docs/``."""
+    path = DEMOS.parent / "docs" / f"{kind}.schema.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == schema()[kind]
+    for name in ("mnist", "text"):
+        file = DEMOS / name / ("home.yaml" if kind == "topology" else "experiment.yaml")
+        named = file.read_text(encoding="utf-8").splitlines()[0].partition("$schema=")[2]
+        assert (file.parent / named).resolve() == path
 
 
 @pytest.mark.parametrize("name", ["mnist", "text"])

@@ -30,7 +30,7 @@ LAYERS = [
         "transport", "segments.masks",
     },
     {"kit", "node", "engine", "coordinator", "worker", "segments"},
-    {"federated", "observe", "checkpoint", "conductor", "evaluation", "fleet", "training"},
+    {"federated", "observe", "checkpoint", "conductor", "callbacks", "evaluation", "fleet", "placement", "training"},
     {"assembly", "session", "local", "verify"},
     {"cli", "bench"},
 ]  # fmt: skip
@@ -40,7 +40,7 @@ LAZY = {("topology", "topology_file")}
 """Imports within a function that go up on purpose: ``Topology.load`` fetches pydantic and YAML when it is called."""
 
 HOMES = {
-    "torch": {"splitting", "profiling", "segments.masks", "segments.torch*", "assembly"},
+    "torch": {"splitting", "profiling", "segments.masks", "segments.torch*", "assembly", "evaluation"},
     "paho": {"transport.mqtt"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},

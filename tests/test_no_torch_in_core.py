@@ -9,49 +9,17 @@ import sys
 import pytest
 
 DEVICE = [
-    "errors",
-    "task",
-    "loading",
-    "topology",
-    "schedule",
-    "codecs",
-    "lr",
-    "costs",
-    "plan",
-    "protocol",
-    "sheets",
-    "data",
-    "methods",
-    "weights",
-    "optimizers",
-    "kit",
-    "emulation",
-    "transport.base",
-    "transport.frames",
-    "transport.reliable",
-    "transport.memory",
-    "transport.mqtt",
-    "node",
-    "engine",
-    "worker",
-    "segments.base",
-    "segments.random",
-    "observe.recorder",
-]
+    "errors", "task", "loading", "topology", "schedule", "codecs", "lr", "costs", "plan", "protocol", "sheets",
+    "data", "methods", "weights", "optimizers", "kit", "emulation", "transport.base", "transport.frames",
+    "transport.reliable", "transport.memory", "transport.mqtt", "node", "engine", "worker", "segments.base",
+    "segments.random", "observe.recorder",
+]  # fmt: skip
 """What a device's process may load."""
 
 CORE = [
-    *DEVICE,
-    "experiment",
-    "topology_file",
-    "simulate",
-    "planner",
-    "coordinator",
-    "conductor",
-    "checkpoint",
-    "transport.broker",
-    "cli",
-]
+    *DEVICE, "experiment", "topology_file", "simulate", "planner", "coordinator", "conductor", "checkpoint",
+    "transport.broker", "cli",
+]  # fmt: skip
 """What `edgesplit doctor`, `simulate` and `schema` load, on a machine with the light core only."""
 
 NOT_IN_CORE = ["torch", "flwr", "onnx", "onnxruntime", "iotcore"]

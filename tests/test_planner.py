@@ -27,7 +27,8 @@ class Cost:
     input_grad_s: float = 1.0
     weight_grad_s: float = 1.0
     param_bytes: int = 0
-    stash_bytes: int = 0
+    trainable_bytes: int = 0
+    stash_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def test_even_counts_speed_where_all_is_known() -> None:
 
 
 def test_even_keeps_to_memory() -> None:
-    costs = tuple(Cost(name, param_bytes=10**6, stash_bytes=10**6) for name in EIGHT)
+    costs = tuple(Cost(name, param_bytes=10**6, trainable_bytes=10**6, stash_bytes=10**6) for name in EIGHT)
     # A layer takes 2 MB (parameters, gradients) and two stashes of 1 MB.
     tight = fleet(d1={"memory_mb": 100}, d2={"memory_mb": 8})
     found = plan(Measured(costs), tight, tiers=["device", "cloud"], live=2)
@@ -109,7 +110,7 @@ def test_even_keeps_to_memory() -> None:
 
 
 def test_a_full_node_is_named_with_figures() -> None:
-    costs = tuple(Cost(name, param_bytes=500_000_000, stash_bytes=16_666_667) for name in EIGHT)
+    costs = tuple(Cost(name, 1, 1, 1, 500_000_000, 500_000_000, 16_666_667) for name in EIGHT)
     small = fleet(e1={"memory_mb": 8000}, e2={"memory_mb": 9000})
     with pytest.raises(PlanError) as caught:
         plan(Measured(costs), small, planner="manual", cuts=[1, 7], state_arrays=1)
@@ -118,11 +119,18 @@ def test_a_full_node_is_named_with_figures() -> None:
 
 
 def test_a_node_of_two_stages_holds_both() -> None:
-    costs = tuple(Cost(name, param_bytes=10**6) for name in EIGHT)
+    costs = tuple(Cost(name, param_bytes=10**6, trainable_bytes=10**6) for name in EIGHT)
     small = fleet(d1={"memory_mb": 5})
     with pytest.raises(PlanError) as caught:
         plan(Measured(costs), small, planner="manual", tiers=["device", "edge", "device"], cuts=[2, 7])
     assert str(caught.value) == "layers 0-1, 7 need 6 MB on 'd1', which has 5: move a cut or raise micros"
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    costs = tuple(Cost(name, param_bytes=10**6) for name in EIGHT)
+    small = fleet(d1={"memory_mb": 5})
+    found = plan(Measured(costs), small, planner="manual", tiers=["device", "cloud"], cuts=[5], state_arrays=2)
+    assert stages(found, "d1") == [("d1", 0, 5), ("cloud", 5, 8)]
 
 
 def test_a_replica_counts_once_however_many_devices_share_it() -> None:
@@ -130,7 +138,7 @@ def test_a_replica_counts_once_however_many_devices_share_it() -> None:
         Node(name="e", tier="edge", memory_mb=2),
         *(Node(name=f"d{i}", tier="device", parent="e") for i in range(3)),
     ]
-    costs = (Cost("a"), Cost("b", param_bytes=10**6))
+    costs = (Cost("a"), Cost("b", param_bytes=10**6, trainable_bytes=10**6))
     found = plan(Measured(costs), Topology.of(nodes))
     assert found.layers_of("e") == (1,)
 

@@ -162,7 +162,7 @@ def schedule(seed: int, machine: type[Reliable] = Reliable) -> World:
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_message_arrives_once_in_order_and_the_work_ends(part: int) -> None:
-    for seed in range(part * 500, (part + 1) * 500):
+    for seed in range(part * 400, (part + 1) * 400):
         schedule(seed)
 
 
@@ -216,17 +216,17 @@ def pair(faults: Faults | None = None, settings: Settings = SMALL, seed: int = 0
 
 
 def test_without_faults_nothing_is_sent_twice() -> None:
-    world = pair()
+    world = pair(settings=Settings())
     for number in range(200):
         world.send("a", "b", number)
     world.run()
     chunks = sum(len(chunks_of("a", number)) for number in range(200))
     assert world.delivered["a", "b"] == list(range(200))
-    assert world.published <= chunks + chunks / 2 + 3  # acknowledgements are cumulative; one hello, one answer
+    assert world.published <= chunks + 20  # acknowledgements are cumulative
 
 
 def test_acknowledgements_ride_on_data_going_back() -> None:
-    world = pair(Faults(delay=0.0001))
+    world = pair(Faults(delay=0.0001), Settings())
     world.send("a", "b", 0)
     world.send("b", "a", 0)
     world.run()

@@ -128,9 +128,9 @@ def test_1f1b_on_a_u_shape_is_the_picture():
     plan = chain("d", "e", "d")
     found = orders("1f1b", plan, even_steps(plan, 5))
     assert {node: text(order) for node, order in found.items()} == {
-        "d": "0F0 0F1 0F2 2F0 0F3 2F1 2B0 0F4 2F2 2B1 2F3 0B0 2B2 2F4 0B1 2B3 0B2 2B4 2U4 0B3 0B4 0U4",
+        "d": "0F0 0F1 2F0 0F2 2F1 0F3 2B0 2F2 0F4 2B1 2F3 2B2 0B0 2F4 2B3 0B1 2B4 2U4 0B2 0B3 0B4 0U4",
         "e": "1F0 1F1 1F2 1F3 1B0 1F4 1B1 1B2 1B3 1B4 1U4",
-    } or found  # replaced below
+    }
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
@@ -182,7 +182,7 @@ def test_a_layer_under_two_stages_belongs_to_the_later_one():
     # Without d0's micro-batch nothing touches layer 2.
     alone = [Step(0, (Micro(0, "d1", 0, 1),), {})]
     assert text(order_of("gpipe", plan, alone, "e")) == "2F0 2B0 2U0"
-    assert text(order_of("gpipe", plan, alone, "e", update_all=True)) == "2F0 2B0 2U0 1U0"
+    assert text(order_of("gpipe", plan, alone, "e", update_all=True)) == "2F0 2B0 1U0 2U0"
     # A device that sits the step out updates only where its replicas' gradients are its own.
     assert order_of("gpipe", plan, alone, "d0") == []
     assert text(order_of("gpipe", plan, alone, "d0", update_all=True)) == "0U0"

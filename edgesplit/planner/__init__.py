@@ -17,7 +17,7 @@ Cut = int | str
 
 
 class LayerCost(Protocol):
-    """What planners ask of a profile's layer; seconds and bytes are of one micro-batch as profiled."""
+    """What planners ask of a profile's layer; seconds and bytes are of as many samples as the profile says."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,12 @@ class LayerCost(Protocol):
         ...
 
     @property
-    def stash_bytes(self) -> int:
+    def trainable_bytes(self) -> int:
+        """Bytes of those that are trained."""
+        ...
+
+    @property
+    def stash_bytes(self) -> float:
         """Bytes kept from forward to backward."""
         ...
 
@@ -74,7 +79,7 @@ class Problem:
         topology: the nodes' speed and memory.
         cuts: what the user asked for, for all devices; cuts_by_device: for some.
         state_arrays: optimizer arrays the size of a parameter (0 SGD, 1 momentum, 2 Adam).
-        live: micro-batches whose forward a stage holds at most.
+        live: forwards, each of the profile's samples, that a stage holds at most.
     """
 
     layers: tuple[str, ...]
@@ -95,7 +100,8 @@ class Problem:
         """10^6 bytes for ``layers`` (parameters, gradients, optimizer state) and the stashes of ``ranges``."""
         if self.costs is None:
             return 0.0
-        held = sum(self.costs[layer].param_bytes for layer in layers) * (2 + self.state_arrays)
+        held = sum(self.costs[layer].param_bytes for layer in layers)
+        held += sum(self.costs[layer].trainable_bytes for layer in layers) * (1 + self.state_arrays)
         stash = sum(self.costs[layer].stash_bytes for start, stop in ranges for layer in range(start, stop))
         return (held + stash * self.live) / 1e6
 
@@ -125,7 +131,8 @@ def plan(
             is U-shaped, ``[device]`` is plain federated learning. None: every tier of the topology, from below.
         cuts, cuts_by_device: for ``manual``: the layers (index or name) with which the next stages begin.
         state_arrays: optimizer arrays the size of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
-        live: micro-batches whose forward a stage holds at most, for the memory.
+        live: forwards, each of the profile's samples, that a stage holds at most, for the memory: with a profile of
+            one sample, live micro-batches times their size.
 
     Raises:
         PlanError: an unknown planner, a device without an ancestor of a tier, cuts that cannot be, or a node whose

@@ -85,7 +85,8 @@ class Running:
 
 def may_draw(module: nn.Module) -> bool:
     """Return whether a module's own forward may draw; of torch's own modules only a few do."""
-    return isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn.modules.")
+    known = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    return not known or isinstance(module, _DRAWING)
 
 
 class KeyedRandomness:

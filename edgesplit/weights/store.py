@@ -79,7 +79,11 @@ class LayerStore:
     ) -> None:
         self.layers = tuple(params)
         self._params, self._buffers = _owned(params), _owned({layer: buffers.get(layer, ()) for layer in params})
-        self._frozen, self._to_native, self._optimize = frozenset(frozen), to_native, update or partial(optimizers.update, spec)
+        self._frozen, self._to_native, self._optimize = (
+            frozenset(frozen),
+            to_native,
+            update or partial(optimizers.update, spec),
+        )
         self._slots = slots
         self.params: dict[str, Array] = {}
         self.buffers: dict[str, Array] = {}
@@ -270,7 +274,8 @@ class LayerStore:
         self._base.update({name: _copy(self.buffers[name]) for name in buffers or {}})
         for name, slots in state.items():
             self.state[name] = {
-                slot: value if slot == "count" else self._to_native(value, False) for slot, value in slots.items()
+                slot: value if isinstance(value, int) else self._to_native(value, False)
+                for slot, value in slots.items()
             }
 
     def reset_optimizer(self) -> None:

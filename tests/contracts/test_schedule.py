@@ -61,7 +61,7 @@ def wanted(plan, steps, ops):
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "pipedream"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases(), window=st.sampled_from([1, 1, 2, 4]))
 def test_each_stage_runs_each_micro_batch_once_and_nothing_deadlocks(name, split, case, window):
     plan, steps = case
@@ -76,7 +76,7 @@ def test_each_stage_runs_each_micro_batch_once_and_nothing_deadlocks(name, split
 
 @pytest.mark.parametrize("update_all", [False, True])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_each_layer_is_updated_once_a_step_after_its_last_backward(name, update_all, case):
     plan, steps = case
@@ -116,7 +116,7 @@ def layers_updated(plan, node, stage):
     return [layer for layer, index in latest.items() if index == stage]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(nodes=st.integers(2, 5), loops=st.integers(2, 4), groups=st.integers(1, 4), split=st.booleans())
 def test_rings_run_interleaved_and_breadth_first(nodes, loops, groups, split):
     stages = nodes * loops

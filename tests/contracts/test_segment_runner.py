@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,9 @@ def text() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    )
 
 
 def frozen_front() -> nn.Module:
@@ -138,11 +141,15 @@ def encoder() -> nn.Module:
 
 
 def weight_normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4)
+    )
 
 
 def alpha() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.SELU(), nn.AlphaDropout(0.2), nn.Linear(8, 8), nn.FeatureAlphaDropout(0.1), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.SELU(), nn.AlphaDropout(0.2), nn.Linear(8, 8), nn.FeatureAlphaDropout(0.1), nn.Linear(8, 4)
+    )
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -194,7 +201,7 @@ def pipeline(
 ) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
     """Return the step's mean loss, mean gradients, and buffers."""
     ends = [0, *cuts, len(chain.layers)]
-    spans = list(zip(ends, ends[1:], strict=False))
+    spans = list(itertools.pairwise(ends))
     runners = [make(chain, start, stop, task) for start, stop in spans]
     weights, buffers = weights_of(chain, range(len(chain.layers)))
     total, loss_sum, grads = 0.0, 0.0, dict[str, Tensor]()
@@ -349,7 +356,9 @@ def test_integers_need_no_gradient_even_if_asked_for(make: Runner) -> None:
     chain = build_chain(task)
     weights, buffers = weights_of(chain, range(4))
     samples = Samples(0, 0, (("a", 0, 2),))
-    first = make(chain, 0, 1, task).forward(0, weights, buffers, to_arrays(torch.ones(2, 5).long()), frozenset(), samples)
+    first = make(chain, 0, 1, task).forward(
+        0, weights, buffers, to_arrays(torch.ones(2, 5).long()), frozenset(), samples
+    )
     assert first.needs_grad == {"h"}
     runner = make(chain, 1, 2, task)
     second = runner.forward(0, weights, buffers, first.arrays, frozenset({"h", "pad"}), samples)

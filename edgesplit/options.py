@@ -1,0 +1,33 @@
+"""An experiment from keywords, for Python: the same checks as for a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgesplit.experiment import Experiment, FederationOptions, PipelineOptions
+
+_FLAT = {
+    **dict.fromkeys(PipelineOptions.model_fields, "pipeline"),
+    **{name: "federation" for name in FederationOptions.model_fields if name != "tiers"},
+}
+"""Keys that may be given without their section."""
+
+
+def options(**keywords: Any) -> Experiment:
+    """Make an experiment of keywords: the keys of ``experiment.yaml``, those of two sections also flat.
+
+    >>> options(method="gpipe", micros=4, batch_size=48, every="step").pipeline.micros
+    4
+
+    Raises:
+        ExperimentError: as for a file.
+    """
+    data: dict[str, Any] = {"task": "here:task", "topology": "here"}
+    for key, value in keywords.items():
+        if key in _FLAT:
+            data[_FLAT[key]] = {**data.get(_FLAT[key], {}), key: value}
+        elif isinstance(value, dict):
+            data[key] = {**data.get(key, {}), **value}
+        else:
+            data[key] = value
+    return Experiment.from_dict(data, source="options")

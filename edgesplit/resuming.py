@@ -1,0 +1,84 @@
+"""What a run writes down between two rounds, and how another takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgesplit import checkpoint
+from edgesplit.coordinator import Coordinator
+from edgesplit.errors import RunError
+from edgesplit.experiment import Experiment
+from edgesplit.federated import Federation
+from edgesplit.plan import Plan
+from edgesplit.training import Held, Training
+
+
+def snapshot(
+    number: int, experiment: Experiment, coordinator: Coordinator, training: Training, federation: Federation | None
+) -> checkpoint.Checkpoint:
+    """Return all that a run needs to go on after round ``number``, whose state the training holds."""
+    agenda, plan = training.drawn, training.plan
+    position = checkpoint.Position(
+        round=number,
+        step=agenda.step,
+        micro=coordinator.next_micro,
+        term=coordinator.term,
+        seed=experiment.seed,
+        participation=training.participation,
+        positions=dict(agenda.done),
+        loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
+        experiment=experiment.to_dict(),
+        plan=Plan(plan.layers, plan.routes).to_json(),
+    )
+    return checkpoint.Checkpoint(
+        position=position,
+        model={**training.params, **training.buffers},
+        nodes={node: held.arrays for node, held in training.held.items()},
+        strategy=federation.state() if federation else {},
+    )
+
+
+def take_up(
+    path: Path, experiment: Experiment, coordinator: Coordinator, training: Training, federation: Federation | None
+) -> int:
+    """Put a fleet that has joined where the checkpoint's was; the plan may be another. Return the round it ended.
+
+    Raises:
+        RunError: the checkpoint is damaged, or of another model or seed.
+    """
+    found = checkpoint.load(path)
+    position = found.position
+    if position.seed != experiment.seed:
+        raise RunError(f"checkpoint {path} has seed {position.seed}, the experiment {experiment.seed}: set it to that")
+    for name, array in {**training.params, **training.buffers}.items():
+        if name not in found.model or found.model[name].shape != array.shape:
+            raise RunError(f"checkpoint {path} has no {name!r} of shape {array.shape}: it is of another model")
+    training.params = {name: found.model[name] for name in training.params}
+    training.buffers = {name: found.model[name] for name in training.buffers}
+    training.drawn.step = position.step
+    training.drawn.done = {device: int(count) for device, count in position.positions.items()}
+    training.participation = dict(position.participation)
+    coordinator.next_micro = position.micro
+    if position.loss_scale:
+        coordinator.loss_scale.value = float(position.loss_scale["value"])
+        coordinator.loss_scale.good = int(position.loss_scale["good"])
+    if federation is not None:
+        federation.load_state(dict(found.strategy))
+    training.load(_held(found.nodes, training))
+    return position.round
+
+
+def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[str, Held]:
+    """What each node of this plan held; of layers that are new to it, what some node held."""
+    everything = {name: array for node in sorted(nodes) for name, array in nodes[node].items()}
+    held = {}
+    for node in training.plan.nodes():
+        params, buffers = training.names.of(training.plan.layers_of(node))
+        source = Held({**everything, **nodes.get(node, {})})
+        parts = {"param": params, "buffer": buffers, "optimizer": params}
+        held[node] = Held(
+            {f"{kind}/{n}": a for kind, names in parts.items() for n, a in source.part(kind, names).items()}
+        )
+    return held
