@@ -30,11 +30,10 @@ if TYPE_CHECKING:
         TransportTimeout,
     )
     from edgesplit.experiment import Experiment
-    from edgesplit.methods import METHODS
+    from edgesplit.methods import METHODS, simulate
+    from edgesplit.placement import plan
     from edgesplit.plan import Plan
-    from edgesplit.planner import plan
     from edgesplit.session import Session, fit
-    from edgesplit.simulate import simulate
     from edgesplit.task import Shard, Task
     from edgesplit.topology import Topology
 
@@ -82,11 +81,10 @@ _HOMES = {
         "TransportTimeout",
     ),
     "edgesplit.experiment": ("Experiment",),
-    "edgesplit.methods": ("METHODS",),
+    "edgesplit.methods": ("METHODS", "simulate"),
     "edgesplit.plan": ("Plan",),
-    "edgesplit.planner": ("plan",),
+    "edgesplit.placement": ("plan",),
     "edgesplit.session": ("Session", "fit"),
-    "edgesplit.simulate": ("simulate",),
     "edgesplit.task": ("Shard", "Task"),
     "edgesplit.topology": ("Topology",),
 }

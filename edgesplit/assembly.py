@@ -20,7 +20,7 @@ from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment
 from edgesplit.segments.torch import to_arrays
 from edgesplit.segments.torch_kit import torch_kit, typed_chain
-from edgesplit.segments.torch_optim import spec_of
+from edgesplit.segments.torch_optim import SPECIFIED, spec_of
 from edgesplit.splitting import Chain, batch_norm_layers, check_cuts, weights_of
 from edgesplit.task import Task
 from edgesplit.topology import Topology
@@ -72,7 +72,10 @@ def _optimizer(task: Task, chain: Chain, experiment: Experiment) -> OptimizerSpe
         return spec_from_config(config, [name for name, _ in named])
     if task.optimizer is None:
         raise ExperimentError("no optimizer: set optimizer in the experiment, or Task.optimizer")
-    return spec_of(task.optimizer(named), named)
+    optimizer = task.optimizer(named)
+    if type(optimizer) not in SPECIFIED:
+        return None  # one of torch's others, or the user's own: each node runs it on its own parameters
+    return spec_of(optimizer, named)
 
 
 def one_of(task_value: Any, file_value: Any, name: str, key: str) -> Any:
@@ -104,17 +107,21 @@ def lr_of(task: Task, experiment: Experiment, total_steps: int) -> Callable[[int
     return lr_factor(config)
 
 
-def method_for(experiment: Experiment, plan: Plan, task: Task) -> Method:
+def method_for(experiment: Experiment, plan: Plan, model: Model) -> Method:
     """Return the method. Raises ScheduleError where it does not go with the plan or the options."""
     method = method_of(experiment.pipeline.method)
     options = {
         "every": experiment.federation.every,
-        "clip_norm": clip_norm(task, experiment),
+        "clip_norm": clip_norm(model.task, experiment),
         "loss_scale": None if experiment.loss_scale == "off" else experiment.loss_scale,
         "split_backward": experiment.pipeline.split_backward,
         "window": experiment.pipeline.window,
     }
     check(method, plan, options)
+    if model.optimizer is None and not method.synchronous:
+        raise ExperimentError(
+            f"method {method.name!r} updates by rules that it can repeat on any version: use SGD, Adam or AdamW"
+        )
     return method
 
 

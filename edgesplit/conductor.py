@@ -46,6 +46,7 @@ class Conductor:
         self._watch, self._clock = watch, clock
         self._inbox = transport.mailbox(COORDINATOR)
         self.hellos: dict[str, Mapping[str, Any]] = {}
+        self.traffic: dict[str, Mapping[str, int]] = {}
 
     def join(self, nodes: Sequence[str], timeout: float) -> None:
         """Wait until every node has said hello.
@@ -118,6 +119,8 @@ class Conductor:
         return self.coordinator.receive(message, self._clock())
 
     def _record(self, message: Message) -> None:
+        if isinstance(traffic := message.meta.get("traffic"), dict):
+            self.traffic[message.sender] = traffic
         for row in message.meta.get("events") or []:
             name, start, end, step, version = row
             self.recorder.add(Event(message.sender, Action.parse(name), start, end, step, version))

@@ -65,12 +65,14 @@ class Threads:
     ) -> None:
         self._transport, self._kit, self._patience = transport, kit, patience
         self._threads: list[threading.Thread] = []
+        self._transports: list[Transport] = []
 
     def start(self, nodes: Sequence[str]) -> None:
         """Start a thread for each node."""
         for node in nodes:
             facts = {"pid": os.getpid()}
-            worker = Worker(node, self._transport(node), self._kit, patience=self._patience, facts=facts)
+            self._transports.append(self._transport(node))
+            worker = Worker(node, self._transports[-1], self._kit, patience=self._patience, facts=facts)
             thread = threading.Thread(target=_run_quietly, args=(worker,), name=f"edgesplit-{node}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -83,6 +85,8 @@ class Threads:
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        for transport in self._transports:
+            transport.close()
 
 
 def _run_quietly(worker: Worker) -> None:

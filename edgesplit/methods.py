@@ -65,9 +65,9 @@ def one_forward_one_backward(flow: Flow, node: str) -> list[Action]:
     half its live micro-batches; one micro-batch at a time takes 2.8 times as long.
     """
     total, passed, hosts = len(flow.micros), flow.passed, flow.hosts
-    spacing = 1 if any(len({s.node for s in path}) < len(path) for path in set(flow.paths)) else 2
+    spacing = 1 if any(len({s.node for s in path}) < len(path) for path in flow.distinct) else 2
     reach: dict[Any, list[float]] = {}  # path -> time on paper from its start to each stage and to its end
-    for path in set(flow.paths):
+    for path in {flow.paths[visit.position] for visit in flow.visits.get(node, ())}:
         times = [0.0]
         for index, stage in enumerate(path):
             times.append(times[-1] + min(total / passed[stage.node], hosts[index]))
@@ -93,7 +93,7 @@ def interleaved(flow: Flow, node: str) -> list[Action]:
     """
     if not flow.micros:
         return []
-    if len(set(flow.paths)) > 1:
+    if len(flow.distinct) > 1:
         raise ScheduleError("interleaved carries the micro-batches of one device: use breadth-first for several")
     nodes = [stage.node for stage in flow.paths[0]]
     ring = list(dict.fromkeys(nodes))

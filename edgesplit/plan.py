@@ -119,6 +119,11 @@ class Plan:
         place = {node: index for index, node in enumerate(self.nodes())}
         return {layer: tuple(sorted(nodes, key=place.__getitem__)) for layer, nodes in holders.items()}
 
+    def tiers(self) -> dict[str, str]:
+        """Return the tier of each node; empty where the plan carries no topology."""
+        rows = (self.topology or {}).get("nodes", [])
+        return {row["name"]: row["tier"] for row in rows}
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {

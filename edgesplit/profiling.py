@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,7 +96,7 @@ def _measure(
     return cost, plain if isinstance(out, Mapping) else plain[BARE], frozenset(backward)
 
 
-def _grad_time(outputs: Mapping[str, Tensor], wanted: list[Tensor], repeats: int) -> float:
+def _grad_time(outputs: Mapping[str, Tensor], wanted: Sequence[Tensor], repeats: int) -> float:
     if not outputs or not wanted:
         return 0.0
     out = list(outputs.values())

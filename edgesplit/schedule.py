@@ -130,6 +130,11 @@ class Flow:
                 self.visits.setdefault(stage.node, []).append(Visit(position, index))
 
     @cached_property
+    def distinct(self) -> frozenset[tuple[Stage, ...]]:
+        """The paths, each once."""
+        return frozenset(self.paths)
+
+    @cached_property
     def passed(self) -> dict[str, int]:
         """Node -> how many of the micro-batches pass it, at least once."""
         return {node: len({visit.position for visit in visits}) for node, visits in self.visits.items()}

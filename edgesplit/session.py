@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +21,7 @@ from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.fleet import Fleet, Threads
+from edgesplit.methods import check
 from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
@@ -64,6 +65,7 @@ class Session:
         directory: where checkpoints go; None: nowhere.
         recorder: gets the nodes' events.
         callbacks: see :class:`Callback`.
+        on_step: called with each step that ends, by whatever drives it.
         strategy: a Flower strategy object in place of the experiment's.
 
     Raises:
@@ -83,6 +85,7 @@ class Session:
         directory: Path | None = None,
         recorder: Recorder | None = None,
         callbacks: Iterable[Callback] = (),
+        on_step: Callable[[StepDone], None] = lambda done: None,
         strategy: Any = None,
         **keywords: Any,
     ) -> None:
@@ -92,12 +95,13 @@ class Session:
         self.experiment = experiment or options(**keywords)
         self.model = model or build_model(task, self.experiment)
         self.directory, self.callbacks = directory, list(callbacks)
+        self._also_on_step = on_step
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
         self._closed = False
         assembly.check_placement(self.model, plan)
-        self._method = assembly.method_for(self.experiment, plan, task)
+        self._method = assembly.method_for(self.experiment, plan, self.model)
         memory = MemoryTransport()
         self._transport = transport or memory
         self._fleet = fleet or Threads(lambda node: memory, lambda assignment: self.model.kit)
@@ -181,10 +185,17 @@ class Session:
         devices = [route.device for route in self.plan.routes]
         self.training.test_sizes = {device: list(sizes[device].get("test", [])) for device in devices}
         training_sizes = {device: list(sizes[device].get("train", [])) for device in devices}
+        self._check_cutting(training_sizes)
         self.training.agenda = agenda = Agenda(training_sizes)
         rounds = self.experiment.rounds
         agenda.lr = assembly.lr_of(self.task, self.experiment, self.training.total_steps(rounds))
         self.training.load()
+
+    def _check_cutting(self, sizes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse, before the first step, a batch (such as a short last one) that the method cannot carry."""
+        cutting = self._conductor.coordinator.cutting
+        for samples in sorted({size for batches in sizes.values() for size in batches}):
+            check(self._method, self.plan, {"micros": len(cutting.bounds(samples))})
 
     def _emulated(self, topology: Topology | None) -> dict[str, dict[str, Any]] | None:
         if not self.experiment.emulate:
@@ -319,9 +330,22 @@ class Session:
         number = take_up(path, self.experiment, self._conductor.coordinator, self.training, self._federation)
         self._resumed = number
 
+    # -- what can be seen
+
+    @property
+    def hellos(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each node said of itself when it joined."""
+        return self._conductor.hellos
+
+    def links(self) -> dict[str, int]:
+        """Payload bytes sent so far, ``a->b`` -> bytes, as the nodes last told."""
+        told = {**self._conductor.traffic, COORDINATOR: self._transport.traffic()}
+        return {f"{src}->{dst}": n for src in sorted(told) for dst, n in sorted(told[src].items())}
+
     # -- the end
 
     def _on_step(self, done: StepDone) -> None:
+        self._also_on_step(done)
         for callback in self.callbacks:
             callback.on_step(done)
 

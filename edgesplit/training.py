@@ -127,9 +127,9 @@ class Training:
     def _takes_part(self, nodes: Sequence[str]) -> bool:
         """Whether ``federation.tiers`` lets these replicas be aggregated (default: all)."""
         tiers = self.experiment.federation.tiers
-        if tiers is None or self.plan.topology is None:
+        if tiers is None:
             return True
-        tier_of = {name: node.get("tier") for name, node in self.plan.topology["nodes"].items()}
+        tier_of = self.plan.tiers()
         return all(tier_of.get(node) in tiers for node in nodes)
 
     # -- weights

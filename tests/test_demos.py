@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from edgesplit.errors import TaskError
 from edgesplit.experiment import Experiment, schema
+from edgesplit.loading import load_task
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
 
@@ -281,6 +283,21 @@ def test_the_schema_that_the_files_name_is_the_present_one(kind: str) -> None:
         file = DEMOS / name / ("home.yaml" if kind == "topology" else "experiment.yaml")
         named = file.read_text(encoding="utf-8").splitlines()[0].partition("$schema=")[2]
         assert (file.parent / named).resolve() == path
+
+
+def test_the_example_of_the_readme_is_complete(tmp_path: Path) -> None:
+    text = (DEMOS.parent / "README.md").read_text(encoding="utf-8")
+    for name, block in zip(
+        ("task.py", "home.yaml", "experiment.yaml"),
+        re.findall(r"```(?:python|yaml)\n(.*?)```", text, re.DOTALL),
+        strict=True,
+    ):
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    experiment = Experiment.load(tmp_path / "experiment.yaml")
+    assert len(Topology.load(experiment.topology_path).nodes) == 4
+    task = load_task(experiment.task, experiment.task_args, experiment.base).task
+    x, y = task.train(shards(2)[1])[:64]
+    assert task.loss(task.model()(x), y).ndim == 0
 
 
 @pytest.mark.parametrize("name", ["mnist", "text"])

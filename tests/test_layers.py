@@ -20,19 +20,22 @@ ROOT = Path(edgesplit.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"task", "loading", "topology", "schedule", "codecs", "lr", "observe.recorder"},
+    {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets",
         "transport.base", "transport.frames", "segments.base", "segments.random",
     },
     {
-        "planner", "methods", "orders", "weights", "splitting", "profiling", "profile", "protocol", "data", "emulation",
+        "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data", "emulation",
         "transport", "segments.masks",
     },
     {"kit", "node", "engine", "coordinator", "worker", "segments"},
-    {"federated", "observe", "checkpoint", "conductor", "callbacks", "evaluation", "fleet", "placement", "training"},
-    {"assembly", "session", "local", "verify"},
-    {"cli", "bench"},
+    {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
+    {
+        "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
+        "session", "launch", "local", "verify",
+    },
+    {"cli", "bench", "__main__"},
 ]  # fmt: skip
 """From the lowest layer up. A package's name stands for those of its modules that have no line of their own."""
 
@@ -40,7 +43,7 @@ LAZY = {("topology", "topology_file")}
 """Imports within a function that go up on purpose: ``Topology.load`` fetches pydantic and YAML when it is called."""
 
 HOMES = {
-    "torch": {"splitting", "profiling", "segments.masks", "segments.torch*", "assembly", "evaluation"},
+    "torch": {"splitting", "profiling", "segments.masks", "segments.torch*", "assembly", "evaluation", "hosting"},
     "paho": {"transport.mqtt"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},

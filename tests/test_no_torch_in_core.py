@@ -12,7 +12,7 @@ DEVICE = [
     "errors", "task", "loading", "topology", "schedule", "codecs", "lr", "costs", "plan", "protocol", "sheets",
     "data", "methods", "weights", "optimizers", "kit", "emulation", "transport.base", "transport.frames",
     "transport.reliable", "transport.memory", "transport.mqtt", "node", "engine", "worker", "segments.base",
-    "segments.random", "observe.recorder",
+    "segments.random", "observe.recorder", "hosting",
 ]  # fmt: skip
 """What a device's process may load."""
 

@@ -56,8 +56,12 @@ class Running:
         self.stack: list[tuple[str, bool]] = []
         self.switch: Callable[[], None] = _nothing
         self._handles: list[RemovableHandle] = []
-        for name, module in modules:
-            self._hook(module, (name, may_draw(module)))
+        named = [(name, module, may_draw(module)) for name, module in modules]
+        # A module that draws nothing matters only within one that does: there the switch goes off for its time.
+        inside = {part for _, module, draws in named if draws for part in module.modules()}
+        for name, module, draws in named:
+            if module in inside:
+                self._hook(module, (name, draws))
 
     def _hook(self, module: nn.Module, entry: tuple[str, bool]) -> None:
         def enter(module: nn.Module, args: Any) -> None:

@@ -34,7 +34,8 @@ def keep_mask(seed: int, name: str, call: int, step: int, device: str, position:
         p: probability that an element is dropped.
     """
     samples = Samples(seed, step, ((device, position, position + 1),))
-    return keep_masks(name, call, samples, count, p)[0]
+    mask: Mask = keep_masks(name, call, samples, count, p)[0]
+    return mask
 
 
 def keep_masks(name: str, call: int, samples: Samples, count: int, p: float) -> Mask:

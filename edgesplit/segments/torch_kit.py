@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from edgesplit.errors import TaskError
 from edgesplit.kit import Kit
 from edgesplit.segments.base import Arrays
 from edgesplit.segments.torch import TorchRunner, from_arrays, to_arrays
+from edgesplit.segments.torch_optim import TorchUpdate
 from edgesplit.splitting import Chain, build_chain, fingerprint, layer_buffers, layer_params
 from edgesplit.task import Shard, Task
 
@@ -66,7 +67,13 @@ def torch_kit(task: Task, chain: Chain, *, dtype: str, source: str = "") -> Kit:
         collate=task.collate or _collate,
         to_arrays=cast,
         weigh=weigh,
+        update=_own_update(task),
     )
+
+
+def _own_update(task: Task) -> Callable[[Sequence[str]], Any] | None:
+    make = task.optimizer
+    return None if make is None else lambda names: TorchUpdate(make)
 
 
 def _collate(samples: Sequence[Any]) -> Any:

@@ -16,6 +16,9 @@ from edgesplit.optimizers import OptimizerSpec, Rule, State
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
+SPECIFIED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Classes that :func:`spec_of` reads."""
+
 _REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
@@ -32,7 +35,7 @@ def spec_of(optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> 
         TaskError: another class, an option that is not supported, or a parameter that is not among ``named``.
     """
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if kind not in SPECIFIED:
         raise TaskError(
             f"optimizer {kind.__module__}.{kind.__qualname__} is not supported here: use SGD, Adam or AdamW"
         )
@@ -152,17 +155,17 @@ class _Built:
         for group, options, rate in zip(self.optimizer.param_groups, before, rates, strict=True):
             changed = [key for key, value in options.items() if key != "lr" and group.get(key) != value]
             if changed or group["lr"] is not rate:
+                keys = ", ".join(changed) or "lr"
                 raise TaskError(
-                    f"optimizer {self.name} changes its group's {', '.join(changed) or 'lr'} as it steps, which cannot be "
-                    "taken back: give the schedule as Task.lr"
+                    f"optimizer {self.name} changes its group's {keys} as it steps, which cannot be taken back: "
+                    "give the schedule as Task.lr"
                 )
             group["lr"] = options["lr"]
 
     def _checked(self, slot: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            raise TaskError(
-                f"optimizer {self.name} keeps {slot!r} as a {type(value).__name__}: only tensors can be carried"
-            )
+            kind = type(value).__name__
+            raise TaskError(f"optimizer {self.name} keeps {slot!r} as a {kind}: only tensors can be carried")
         return value
 
 

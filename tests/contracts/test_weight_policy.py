@@ -123,7 +123,7 @@ def drive(order: list[Entry], policies: list[Stash], x: Any, y: Any) -> list[int
 def test_stash_equals_the_replay(stages: int, micros: int, seed: int, choices: list[int]) -> None:
     x, y, start = data(micros, 3, seed)
     local = [[(op, m) for op, s, m in one_f_one_b(stages, micros) if s == stage] for stage in range(stages)]
-    order = interleave(local, choices)
+    order = interleave(local, list(choices))
     want, want_delays = replay(order, stages, x, y, start)
     stores = stage_stores(stages, start, Rule(name="sgd", lr=LR, momentum=MOMENTUM))
     policies = [Stash(store, store.layers) for store in stores]

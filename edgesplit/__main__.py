@@ -1,0 +1,7 @@
+"""``python -m edgesplit``."""
+
+from __future__ import annotations
+
+from edgesplit.cli import main
+
+main()

@@ -1,0 +1,32 @@
+"""``edgesplit bench``: the figures of docs/benchmarks.md, reproducible."""
+
+from __future__ import annotations
+
+import typer
+
+from edgesplit.cli.output import Json, Refused, show, show_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    bench = typer.Typer(help="Reprint the figures of docs/benchmarks.md.", no_args_is_help=True)
+    app.add_typer(bench, name="bench")
+
+    @bench.callback()
+    def bench_command() -> None:
+        """Reprint the figures of docs/benchmarks.md."""
+
+    @bench.command("pipeline")
+    def pipeline_command(json_: Json = False) -> None:
+        """Measured against simulated under emulation, and against torch.distributed.pipelining."""
+        from edgesplit.bench.pipeline import measure
+
+        found = measure()
+        if json_:
+            show_json(found)
+        else:
+            for figure in found["figures"]:
+                mark = "ok  " if figure["ok"] else "FAIL"
+                show(f"{mark}  {figure['name']:44} {figure['value']:.4g} {figure['unit']}  (bound: {figure['bound']})")
+        if not all(figure["ok"] for figure in found["figures"]):
+            raise Refused(1)

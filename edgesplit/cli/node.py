@@ -1,0 +1,39 @@
+"""``edgesplit node``: take part in a run as one of its nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from edgesplit.cli.output import say
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("node")
+    def node_command(
+        names: Annotated[list[str], typer.Argument(help="The node; several share this process.")],
+        broker: Annotated[str, typer.Option(help="mqtt://[user@]host[:port]")],
+        run: Annotated[str | None, typer.Option(help="The run; default: the one that waits for this node.")] = None,
+        task: Annotated[str | None, typer.Option(help="FILE.py:NAME or MODULE:NAME on this machine.")] = None,
+        threads: Annotated[int, typer.Option(help="Compute threads.", min=1)] = 1,
+        deterministic: Annotated[
+            bool, typer.Option("--deterministic", help="Torch's deterministic algorithms.")
+        ] = False,
+        local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
+    ) -> None:
+        """Join a run and do a node's part until it ends."""
+        from edgesplit.hosting import run_nodes
+
+        run_nodes(
+            names,
+            broker=broker,
+            run=run,
+            task=task,
+            local=local,
+            threads=threads,
+            deterministic=deterministic,
+        )
+        say(f"{', '.join(names)}: the run has ended")

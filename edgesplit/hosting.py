@@ -1,0 +1,127 @@
+"""Runs nodes in this process over a broker: what ``edgesplit node`` does."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgesplit.errors import EdgesplitError, RunError, TaskError
+from edgesplit.kit import Kit
+from edgesplit.loading import load_task
+from edgesplit.protocol import Assignment
+from edgesplit.transport.mqtt import MqttTransport
+from edgesplit.worker import Worker
+
+
+def kit_source(task: str | None) -> Callable[[Assignment], Kit]:
+    """Return what makes assignments' Tasks ready; nodes of one process share what they can.
+
+    Args:
+        task: the Task of this machine. None: a module that the assignment names, or a file of the name it says in the
+            current directory; never a path that came over the network.
+    """
+    made: dict[str, Kit] = {}
+    lock = threading.Lock()
+
+    def kit(assignment: Assignment) -> Kit:
+        told = assignment.task
+        with lock:
+            key = repr(sorted(told.items(), key=str))
+            if key not in made:
+                made[key] = _make(task or _local_reference(told), told)
+            return made[key]
+
+    return kit
+
+
+def _local_reference(told: Mapping[str, Any]) -> str:
+    reference = str(told.get("reference") or "")
+    place, _, name = reference.rpartition(":")
+    if not place.endswith(".py"):
+        if not re.fullmatch(r"[A-Za-z_][\w.]*", place) or not name.isidentifier():
+            raise TaskError(f"the run names no importable task ({reference!r}): start the node with --task")
+        return reference
+    file = Path(place.replace("\\", "/")).name
+    if not re.fullmatch(r"\w+\.py", file) or not Path(file).is_file():
+        raise TaskError(f"the run's task is {file}:{name}, which is not in {Path.cwd()}: start the node with --task")
+    return f"{file}:{name}"
+
+
+def _make(reference: str, told: Mapping[str, Any]) -> Kit:
+    from edgesplit.segments.torch_kit import torch_kit, typed_chain  # only a torch node needs torch
+
+    loaded = load_task(reference, told.get("args"))
+    dtype = str(told.get("dtype"))
+    if dtype not in {"float32", "float64"}:
+        raise RunError(f"the run computes in {dtype!r}, this node in float32 or float64")
+    return torch_kit(loaded.task, typed_chain(loaded.task, dtype), dtype=dtype, source=loaded.source)
+
+
+def run_nodes(
+    names: Sequence[str],
+    *,
+    broker: str,
+    run: str | None = None,
+    task: str | None = None,
+    prefix: str = "edgesplit",
+    local: bool = False,
+    threads: int = 1,
+    deterministic: bool = False,
+) -> None:
+    """Run nodes to the end of a run, each in a thread of its own.
+
+    Args:
+        names: the nodes.
+        local: end when stdin closes: the process that started this one is gone.
+        threads: compute threads of torch.
+
+    Raises:
+        EdgesplitError: the first node's that failed.
+    """
+    _prepare_torch(threads, deterministic)
+    if local:
+        threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
+    kit = kit_source(task)
+    failures: list[BaseException] = []
+
+    def serve(name: str) -> None:
+        try:
+            with MqttTransport(broker, run=run or "", node=name, prefix=prefix) as transport:
+                Worker(name, transport, kit, facts={"pid": os.getpid()}).run()
+        except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
+            failures.append(error)
+
+    workers = [threading.Thread(target=serve, args=(name,), name=f"edgesplit-{name}", daemon=True) for name in names]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        while worker.is_alive():
+            worker.join(0.2)
+            if failures:
+                break
+    if failures:
+        error = failures[0]
+        if isinstance(error, EdgesplitError | KeyboardInterrupt):
+            raise error
+        raise RunError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _prepare_torch(threads: int, deterministic: bool) -> None:
+    try:
+        import torch
+    except ImportError:
+        raise RunError("this node needs torch: pip install 'edgesplit[torch]'") from None
+    torch.set_num_threads(threads)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _end_with_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(3)  # nobody is left to tell

@@ -1,0 +1,235 @@
+"""A whole run from an experiment file: folder, broker, nodes, session, and what is left of it at the end."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from edgesplit import checkpoint
+from edgesplit.assembly import build_model, remarks
+from edgesplit.coordinator import StepDone
+from edgesplit.costs import ProfileCosts
+from edgesplit.errors import ExperimentError
+from edgesplit.experiment import Experiment
+from edgesplit.fleet import Elsewhere, Fleet, Processes, node_command
+from edgesplit.loading import load_task
+from edgesplit.methods import method_of, predict
+from edgesplit.observe.progress import Progress
+from edgesplit.observe.recorder import Recorder
+from edgesplit.observe.report import bubble, step_seconds
+from edgesplit.observe.trace import write_trace
+from edgesplit.placement import placement
+from edgesplit.plan import Plan
+from edgesplit.rundir import RunDirectory
+from edgesplit.session import Session
+from edgesplit.sheets import Agenda, Cutting, number
+from edgesplit.task import COORDINATOR
+from edgesplit.topology import Topology
+from edgesplit.transport.broker import EmbeddedBroker
+from edgesplit.transport.mqtt import MqttTransport
+
+PREDICTED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a user asked for on the command line, see ``edgesplit run --help``."""
+
+    experiment: Path
+    overrides: Sequence[str] = ()
+    name: str | None = None
+    out: Path | None = None
+    broker: str | None = None
+    resume: bool = False
+    deterministic: bool = False
+    style: str = "auto"
+    say: Callable[[str], None] = lambda text: None
+    on_step: Callable[[StepDone], None] = lambda done: None
+
+
+def prepare(launch: Launch) -> tuple[Experiment, Any, Any, Plan]:
+    """Read, import, prove and plan; nothing is started. Returns experiment, loaded Task, model and plan."""
+    overrides = [*launch.overrides, *([f"broker={launch.broker}"] if launch.broker else [])]
+    experiment = Experiment.load(launch.experiment, overrides)
+    topology = Topology.load(experiment.topology_path)
+    loaded = load_task(experiment.task, experiment.task_args, experiment.base)
+    model = build_model(loaded.task, experiment, source=loaded.source)
+    return experiment, loaded, model, placement(model, topology, experiment)
+
+
+def run(launch: Launch) -> dict[str, Any]:
+    """Run an experiment and return its summary, which is ``metrics.json`` too.
+
+    Raises:
+        EdgesplitError: it was refused, or it failed; the folder and the last checkpoint stay.
+    """
+    experiment, loaded, model, plan = prepare(launch)
+    folder = RunDirectory.open(name=launch.name, out=launch.out, stem=launch.experiment.stem, resume=launch.resume)
+    launch.say(f"run {folder.name} in {folder.path}")
+    for line in remarks(model, plan, experiment):
+        launch.say(line)
+    predicted = predicted_step(plan, experiment)
+    reference = {"reference": loaded.reference, "args": dict(loaded.args)}
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
+        broker = experiment.broker
+        if broker == "embedded":
+            broker = stack.enter_context(EmbeddedBroker()).url
+        transport = stack.enter_context(MqttTransport(broker, run=folder.name, node=COORDINATOR))
+        fleet = _fleet(experiment, broker, folder, loaded.reference, plan, launch)
+        stack.callback(fleet.stop, 5.0)
+        session = stack.enter_context(
+            Session(
+                plan,
+                loaded.task,
+                experiment=experiment,
+                model=model,
+                transport=transport,
+                fleet=fleet,
+                reference=reference,
+                directory=folder.path,
+                recorder=recorder,
+                callbacks=[Progress(experiment.rounds, style=launch.style)],
+                on_step=launch.on_step,
+            )
+        )
+        if launch.resume:
+            _resume(session, folder)
+        start = time.perf_counter()
+        session.fit()
+        seconds = time.perf_counter() - start
+        session.close()
+        return _write(folder, session, experiment, plan, predicted, seconds)
+
+
+def _fleet(
+    experiment: Experiment, broker: str, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
+) -> Fleet:
+    """Local processes over the embedded broker; over another broker only where ``local`` says so."""
+    if experiment.broker != "embedded" and experiment.local.processes is None:
+        launch.say(f"waiting for {len(plan.nodes())} nodes; start each of them, with this code, as")
+        for node in plan.nodes():
+            launch.say(f"  edgesplit node {node} --broker {broker} --run {folder.name} --task {reference}")
+        return Elsewhere()
+    command = node_command(broker, folder.name, reference)
+    command += ["--threads", str(experiment.threads or 1)]
+    if launch.deterministic:
+        command.append("--deterministic")
+    count = experiment.local.processes or min(len(plan.nodes()), 16)
+    threads = {"OMP_NUM_THREADS": str(experiment.threads or 1)}
+    return Processes(command, folder.path / "logs", count=count, env=threads)
+
+
+def _resume(session: Session, folder: RunDirectory) -> None:
+    found = checkpoint.latest(folder.path / "checkpoints")
+    if found is None:
+        raise ExperimentError(f"{folder.path} has no whole checkpoint to resume from")
+    session.resume(found)
+    if session.next_round > session.experiment.rounds:
+        raise ExperimentError(
+            f"{folder.path} has done its {session.experiment.rounds} rounds: set rounds higher to go on"
+        )
+
+
+def predicted_step(plan: Plan, experiment: Experiment) -> float | None:
+    """Return the simulated seconds of a full step, or None where nothing is known of the fleet's speed."""
+    if plan.profile is None or plan.topology is None:
+        return None
+    agenda = Agenda({route.device: [experiment.batch_size] for route in plan.routes})
+    cutting = Cutting(experiment.pipeline.micros, experiment.pipeline.micro_batch_size)
+    devices = [route.device for route in plan.routes]
+    steps, first = [], 0
+    for draft in agenda.round(devices, steps=PREDICTED_STEPS):
+        steps.append(number(draft, cutting, first, devices))
+        first += len(steps[-1].micros)
+    method = method_of(experiment.pipeline.method)
+    codecs = {"up": experiment.codec.up, "down": experiment.codec.down}
+    timeline = predict(
+        method,
+        plan,
+        steps,
+        ProfileCosts(plan, steps, plan.profile, Topology.from_dict(plan.topology), codecs),
+        window=experiment.pipeline.window,
+        split_backward=experiment.pipeline.split_backward,
+        update_all=experiment.federation.every == "step",
+    )
+    return float(timeline.makespan) / PREDICTED_STEPS
+
+
+def _write(
+    folder: RunDirectory,
+    session: Session,
+    experiment: Experiment,
+    plan: Plan,
+    predicted: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    events = session.recorder.events
+    write_trace(folder.path / "trace.json", events)
+    plan.save(folder.path / "plan.json")
+    weights = session.weights()
+    digest = checkpoint.weights_hash(weights)
+    model = folder.path / "model.safetensors"
+    checkpoint.save_model(model, weights, {"run": folder.name, "task": experiment.task})
+    rounds = session.rounds
+    metrics = dict(rounds[-1].metrics) if rounds else {}
+    samples, training = sum(r.samples for r in rounds), sum(r.seconds for r in rounds)
+    steps = list(step_seconds(events).values())
+    summary = {
+        "run": folder.name,
+        "directory": str(folder.path),
+        "accuracy": metrics.get("test/accuracy"),
+        "metrics": metrics,
+        "rounds": rounds[-1].number if rounds else 0,
+        "steps": sum(r.steps for r in rounds),
+        "skipped": sum(r.skipped for r in rounds),
+        "loss": rounds[-1].loss if rounds else None,
+        "seconds": seconds,
+        "samples_per_s": samples / training if training else 0.0,
+        "nodes": _nodes(session, plan),
+        "links": session.links(),
+        "bubble": bubble(events) if events else None,
+        "predicted_s": predicted,
+        "measured_s": statistics.median(steps) if steps else None,
+        "seed": experiment.seed,
+        "weights": digest,
+        "model": str(model),
+        "history": [
+            {"round": r.number, "loss": r.loss, "samples": r.samples, "seconds": r.seconds, **r.metrics} for r in rounds
+        ],
+        "versions": versions(),
+        "experiment": experiment.to_dict(),
+    }
+    folder.write_json("metrics.json", summary)
+    return summary
+
+
+def _nodes(session: Session, plan: Plan) -> dict[str, Mapping[str, Any]]:
+    tiers = plan.tiers()
+    return {
+        node: {
+            "pid": session.hellos.get(node, {}).get("pid"),
+            "tier": tiers.get(node),
+            "layers": [plan.layers[i] for i in plan.layers_of(node)],
+        }
+        for node in plan.nodes()
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a result depends on."""
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in ("edgesplit", "torch", "numpy", "flwr", "paho-mqtt", "iotcore", "safetensors"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

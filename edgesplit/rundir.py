@@ -1,0 +1,71 @@
+"""A run's folder: what is written where."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgesplit.errors import ExperimentError, RunError
+
+
+class RunDirectory:
+    """The folder of one run.
+
+    Attributes:
+        path: the folder; ``events.jsonl``, ``metrics.json``, ``model.safetensors``, ``trace.json``, ``key``,
+            ``logs/``, ``checkpoints/`` lie in it.
+        name: the run's, unique on its broker.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+
+    @classmethod
+    def open(cls, *, name: str | None, out: Path | None, stem: str, resume: bool) -> RunDirectory:
+        """Make the folder of a new run, or find that of one to resume.
+
+        Args:
+            name: the run's; None: made of the experiment's name, the time and chance.
+            out: the folder; None: ``runs/NAME``.
+            stem: the experiment's name.
+            resume: the folder must be there already.
+
+        Raises:
+            ExperimentError: there is a run in the folder already, or none to resume.
+            RunError: the folder cannot be written.
+        """
+        if resume and name is None and out is None:
+            raise ExperimentError("--resume needs the run: name it with --name or its folder with --out")
+        fresh = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        path = out if out is not None else Path("runs") / (name or fresh)
+        if resume and not (path / "checkpoints").is_dir():
+            raise ExperimentError(f"{path} has no checkpoints to resume from")
+        if not resume and (path / "events.jsonl").exists():
+            raise ExperimentError(f"{path} holds a run already: resume it with --resume, or choose another folder")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            cls._write_key(path / "key")
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
+        return cls(path, name or (f"{path.name}-{secrets.token_hex(3)}" if out is not None else path.name))
+
+    @staticmethod
+    def _write_key(path: Path) -> None:
+        """The run's key, for its owner only; it never goes over the broker."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file at once or not at all. Raises RunError where the disk does not take it."""
+        target, partial = self.path / name, self.path / f".{name}.unfinished"
+        try:
+            partial.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+            partial.replace(target)
+        except OSError as error:
+            raise RunError(f"cannot write {target}: {error.strerror}") from None

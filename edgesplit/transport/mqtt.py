@@ -1,0 +1,573 @@
+"""The transport over an MQTT broker: a thin shell of one thread around :class:`Reliable` and :class:`Presence`.
+
+Topics: ``{prefix}/{run}/{node}/in`` for frames, ``{prefix}/{run}/{node}/status`` for the retained status.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.transport import frames
+from edgesplit.transport.address import Address, parse_url, password
+from edgesplit.transport.base import Inbox, Message
+from edgesplit.transport.frames import LIMITS, Flag, Limits
+from edgesplit.transport.presence import CLOSED, FRESH, Presence, Status
+from edgesplit.transport.reliable import Deliver, Effect, Publish, Reached, Reliable, Settings
+
+log = logging.getLogger("edgesplit.transport.mqtt")
+
+PACKET = 256 << 10
+"""Bytes of an MQTT packet where the broker names no limit, and at most."""
+
+LEAST_CHUNK = 1024
+KEEPALIVE = 10
+VERSIONS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
+_REFUSED = {"Bad user name or password", "Not authorized", "Banned", "Bad authentication method"}
+_OLD_BROKER = "Unsupported protocol version"
+_TAKEN_OVER = "Session taken over"
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What the broker has said since the last attempt to connect; None: nothing yet."""
+
+    connack: ReasonCode | None = None
+    packet_limit: int = 0
+    granted: list[ReasonCode] | None = None
+    lost: str | None = None
+
+
+@dataclass(slots=True)
+class _Name:
+    """What is known of the claim to this node's name: has its own status come back, and who else refreshes one."""
+
+    echoed: bool = False
+    rival_time: float = -math.inf
+    rival_lives: bool = False
+
+
+class MqttTransport:
+    """One node's connection to the broker of a run.
+
+    Args:
+        url: ``mqtt://user@host:port``; the password comes from EDGESPLIT_PASSWORD_FILE or EDGESPLIT_PASSWORD.
+        run, node: names, 1 to 64 of ``A-Z a-z 0-9 . _ -``.
+        prefix: first part of the topics.
+        connect_timeout: seconds to wait for each answer of the broker.
+        mqtt_version: ``"5"`` or ``"3.1.1"``; None: 5 where the broker speaks it.
+        qos: of the frames; they are acknowledged end to end whatever it is.
+        max_packet: bytes of a packet that the broker takes, where it takes less than it says.
+        heartbeat: seconds between refreshes of the status.
+        grace, silence: see :class:`Presence`.
+        give_up: seconds without a connection after which the inbox fails.
+        watch: nodes whose status becomes inbox messages; None: all of the run.
+
+    Raises:
+        TransportError: the broker cannot be reached, refuses, or does not let this node's frames through, or the
+            node is in the run already.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str,
+        node: str,
+        prefix: str = "edgesplit",
+        connect_timeout: float = 10.0,
+        mqtt_version: str | None = None,
+        qos: int = 0,
+        max_packet: int | None = None,
+        heartbeat: float = 2.0,
+        grace: float = 2.0,
+        silence: float = 30.0,
+        give_up: float = 60.0,
+        watch: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        for what, name in (("run", run), ("node", node), *(("prefix", part) for part in prefix.split("/"))):
+            if not frames.valid_name(name):
+                raise TransportError(f"{what} name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
+        if mqtt_version not in (None, *VERSIONS) or qos not in (0, 1, 2):
+            raise TransportError(f"mqtt version {mqtt_version!r} and qos {qos}: must be 5 or 3.1.1, and 0, 1 or 2")
+        self.node, self.run, self.rejected = node, run, 0
+        self._address = parse_url(url)
+        self._base, self._qos, self._limits = f"{prefix}/{run}", qos, limits
+        self._timeout, self._heartbeat, self._give_up = connect_timeout, heartbeat, give_up
+        self._boot = secrets.randbits(63) + 1
+        self._run_hash = frames.run_hash(run)
+        self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)
+        self._link = Reliable(run, node, self._boot, settings)
+        self._presence = Presence(grace, silence)
+        self._inbox = Inbox(node)
+        self._traffic: defaultdict[str, int] = defaultdict(int)
+        self._reached: set[str] = set()
+        self._watch = watch
+        self._closing = threading.Event()
+        self._closed = False
+        self._open = False  # frames are only answered when it is known that no other process is this node
+        self._connected = False
+        self._beat_at = 0.0
+        self._answers = _Answers()
+        self._probed = False
+        self._name = _Name()
+        self.version, self._client = self._connect([mqtt_version] if mqtt_version else list(VERSIONS))
+        try:
+            self._subscribe_first()
+            self.chunk_size = self._fitting_chunk(max_packet)
+            self._probe_own_topic()
+            self._claim_name()
+        except BaseException:
+            self._drop(self._client)
+            raise
+        self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
+        self._thread.start()
+
+    # What a node calls
+
+    def mailbox(self, node: str) -> Inbox:
+        """Return the inbox of this transport's node.
+
+        Raises:
+            TransportError: it is another's.
+        """
+        if node != self.node:
+            raise TransportError(f"this transport is {self.node!r}'s: {node!r} needs its own")
+        return self._inbox
+
+    def send(self, node: str, message: Message) -> None:
+        """Queue ``message`` for ``node``; it is copied, so its arrays may change afterwards.
+
+        Raises:
+            FrameError: the message cannot travel.
+            TransportError: the transport is closed, or a name is wrong.
+        """
+        if message.sender != self.node:
+            raise TransportError(f"{self.node!r} cannot send a message of {message.sender!r}")
+        if not frames.valid_name(node):
+            raise TransportError(f"node name {node!r} must be 1 to 64 of A-Z a-z 0-9 . _ -")
+        body = frames.encode(message, self._limits)
+        size = sum(len(segment) for segment in body)
+        if node == self.node:
+            self._inbox.put(frames.decode(memoryview(b"".join(body)), node, self._limits))
+            return
+        chunks = frames.split(body, self.chunk_size, self.node)
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
+            self._traffic[node] += size
+            self._perform(self._link.send(node, chunks, time.monotonic()))
+
+    def flush(self, timeout: float) -> None:
+        """Wait until everything sent has been acknowledged, by all but the nodes that have left.
+
+        Raises:
+            TransportTimeout: naming those that have not.
+        """
+        with self._lock:
+            if not self._progress.wait_for(lambda: not self._missing(), timeout):
+                names = ", ".join(f"{peer!r} ({count} chunks)" for peer, count in self._missing().items())
+                raise TransportTimeout(f"after {timeout:g} s {self.node!r} has no acknowledgement from {names}")
+
+    def probe(self, peers: Iterable[str], timeout: float = 10.0) -> None:
+        """Make sure that frames reach these nodes and theirs this one; their transports answer by themselves.
+
+        Raises:
+            TransportTimeout: naming those that did not answer, and their topics.
+        """
+        wanted = set(peers) - {self.node}
+        with self._lock:
+            self._reached -= wanted
+            for peer in sorted(wanted):
+                self._perform(self._link.hello(peer, time.monotonic()))
+            if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
+                missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in sorted(wanted - self._reached))
+                raise TransportTimeout(
+                    f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
+                    f"{self.node!r} publish there?"
+                )
+
+    def forget(self, node: str) -> None:
+        """Drop what is waiting for a node that will not come back."""
+        with self._lock:
+            self._link.forget(node)
+            self._progress.notify_all()
+
+    def last_seen(self, node: str) -> float | None:
+        """When something was last heard of a node, on the clock of ``time.monotonic``; None: never."""
+        with self._lock:
+            return self._presence.last_seen(node)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be reached now."""
+        return self._connected
+
+    def traffic(self) -> Mapping[str, int]:
+        """Bytes sent so far, by receiver; what is sent again does not count."""
+        with self._lock:
+            return dict(self._traffic)
+
+    def close(self) -> None:
+        """Say goodbye, leave the broker, end the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._perform(self._link.closing())
+            self._closed = True
+            self._closing.set()
+            if self._connected:  # what is published wakes the thread
+                self._client.publish(self._topic(self.node, "status"), self._status("offline", CLOSED), qos=0)
+                self._client.publish(self._topic(self.node, "status"), b"", qos=0, retain=True)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Starting
+
+    def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
+        for version in versions:
+            client = self._new_client(version)
+            answers = self._answers = _Answers()
+            try:
+                client.connect(self._address.host, self._address.port, KEEPALIVE)
+            except (OSError, ValueError) as error:
+                self._drop(client)
+                raise TransportError(f"cannot reach the broker at {self._address}: {error}") from None
+            self._loop_until(client, lambda: self._answers.connack is not None)
+            if answers.connack is not None and not answers.connack.is_failure:
+                return version, client
+            self._drop(client)
+            reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
+            if reason != _OLD_BROKER:
+                raise self._refusal(reason)
+        raise TransportError(
+            f"{self._address} took the connection but does not answer in MQTT {' or '.join(versions)}: "
+            "is it a broker's port, and the right one for this url?"
+        )
+
+    def _refusal(self, reason: str) -> TransportError:
+        who = f"user {self._address.user!r}" if self._address.user else "a node without a user name"
+        hint = ": look at the user in the url and at EDGESPLIT_PASSWORD_FILE" if reason in _REFUSED else ""
+        return TransportError(f"the broker at {self._address} refuses {who} ({reason}){hint}")
+
+    def _new_client(self, version: str) -> paho.Client:
+        five = version == "5"
+        client = paho.Client(
+            CallbackAPIVersion.VERSION2,
+            client_id=f"{self._base.replace('/', '-')}-{self.node}-{self._boot:x}",
+            clean_session=None if five else True,
+            protocol=VERSIONS[version],
+            transport="websockets" if self._address.websockets else "tcp",
+            reconnect_on_failure=False,
+        )
+        client.connect_timeout = self._timeout
+        client.max_inflight_messages_set(1000)
+        _identify(client, self._address)
+        client.will_set(self._topic(self.node, "status"), self._status("offline"), qos=1, retain=True)
+        client.on_connect = self._on_connect
+        client.on_disconnect = self._on_disconnect
+        client.on_subscribe = self._on_subscribe
+        client.on_message = self._on_message
+        client.on_socket_open = _no_delay
+        # Without this paho would write to the socket from whichever thread publishes.
+        client.on_socket_register_write = _nothing
+        return client
+
+    def _subscribe_first(self) -> None:
+        self._subscribe()
+        if not self._loop_until(self._client, lambda: self._answers.granted is not None):
+            what = self._answers.lost or f"nothing within {self._timeout:g} s"
+            raise TransportError(f"the broker at {self._address} does not answer a subscription ({what})")
+        for (topic, _), code in zip(self._topics(), self._answers.granted or [], strict=False):
+            if code.is_failure:
+                raise TransportError(f"the broker does not let {self.node!r} subscribe to {topic} ({code.getName()})")
+
+    def _fitting_chunk(self, max_packet: int | None) -> int:
+        limit = min(x for x in (max_packet, self._answers.packet_limit, PACKET) if x)
+        size = limit - len(self._topic("x" * 64)) - 16
+        if size < LEAST_CHUNK:
+            raise TransportError(f"the broker's packet limit of {limit} bytes is too small: allow 64 KiB or more")
+        return size
+
+    def _probe_own_topic(self) -> None:
+        """Send a chunk of full size to oneself: a broker may swallow it without a word."""
+        (chunk,) = frames.split([bytes(self.chunk_size - frames.header_size(self.node))], self.chunk_size, self.node)
+        data = frames.seal(chunk, Flag.PROBE, self._run_hash, self.node, self._boot, self._boot)
+        self._client.publish(self._topic(self.node), data, qos=self._qos)
+        if not self._loop_until(self._client, lambda: self._probed):
+            what = (
+                "the broker closed the connection"
+                if self._answers.lost
+                else f"it did not come within {self._timeout:g} s"
+            )
+            raise TransportError(
+                f"a packet of {len(data)} bytes from {self.node!r} to itself on topic {self._topic(self.node)} was "
+                f"lost ({what}): an access rule or a packet limit of the broker swallows it"
+            )
+
+    def _claim_name(self) -> None:
+        """Make sure that no other process is this node. The first status on the topic wins."""
+        name = self._name
+        if name.rival_time >= time.time() - FRESH:
+            # It may be a dead process's, kept by the broker: a living one refreshes it.
+            self._loop_until(self._client, lambda: name.rival_lives, 2.5 * self._heartbeat)
+        if not name.rival_lives:
+            self._publish_status()
+            self._loop_until(self._client, lambda: name.echoed)
+        if name.rival_lives:
+            raise TransportError(
+                f"node {self.node!r} is already in run {self.run!r} (another process refreshes its status): "
+                "stop that one, or give this node or run another name"
+            )
+        if not name.echoed:
+            raise TransportError(
+                f"the status of {self.node!r} on topic {self._topic(self.node, 'status')} did not come back: "
+                "an access rule of the broker swallows it"
+            )
+        self._connected = self._open = True
+
+    def _loop_until(self, client: paho.Client, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0 or self._answers.lost is not None or client.loop(min(left, 0.1)) != paho.MQTT_ERR_SUCCESS:
+                break
+        return done()
+
+    # The network thread
+
+    def _network(self) -> None:
+        while not self._closing.is_set():
+            try:
+                with self._lock:
+                    pause = min(self._link.next_deadline(), self._beat_at) - time.monotonic()
+                if self._client.loop(max(0.0, min(pause, 0.5))) != paho.MQTT_ERR_SUCCESS:
+                    self._reconnect()
+                self._tick(time.monotonic())
+            except Exception:  # whatever it was, the others must still be served
+                log.exception("network thread of %s", self.node)
+        with self._lock:
+            deadline = time.monotonic() + 2.0  # close() has queued its goodbye by now
+        while self._client.want_write() and time.monotonic() < deadline:
+            if self._client.loop(0.05) != paho.MQTT_ERR_SUCCESS:
+                break
+        self._drop(self._client)
+
+    def _tick(self, now: float) -> None:
+        if not self._connected:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            # What has not left this host yet is not late.
+            if now >= self._link.next_deadline():
+                self._perform(self._link.tick(now))
+            statuses = list(self._presence.tick(now))
+        self._report(statuses, now)
+        if now >= self._beat_at:
+            self._publish_status()
+
+    def _reconnect(self) -> None:
+        """Connect again, subscribe, and go on where it stopped; until it works, is refused, or takes too long."""
+        self._connected = False
+        if self._answers.lost == _TAKEN_OVER:
+            self._inbox.fail(TransportError(f"another client has taken the place of {self.node!r} at the broker"))
+            self._closing.wait()  # coming back would throw out the other, which would come back too
+        since, pause = time.monotonic(), 0.05
+        while not self._connected and not self._closing.wait(pause):
+            if time.monotonic() - since > self._give_up and not self._inbox.failed:
+                self._inbox.fail(TransportError(f"no broker at {self._address} for {self._give_up:g} s"))
+            pause = min(2 * pause, 1.0)
+            answers = self._answers = _Answers()
+            try:
+                self._client.reconnect()
+            except (OSError, ValueError):
+                continue
+            self._loop_until(self._client, lambda: self._answers.connack is not None)
+            if answers.connack is not None and answers.connack.is_failure:
+                self._inbox.fail(self._refusal(answers.connack.getName()))
+            elif answers.connack is not None:
+                self._subscribe()
+                if self._loop_until(self._client, lambda: self._answers.granted is not None):
+                    self._resume(time.monotonic())
+
+    def _resume(self, now: float) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._connected = True
+            self._publish_status()
+            self._presence.reconnected(now)
+            self._perform(self._link.reconnected(now))
+
+    def _subscribe(self) -> None:
+        self._client.subscribe(self._topics())
+
+    def _topics(self) -> list[tuple[str, int]]:
+        watched = ["+"] if self._watch is None else sorted({self.node, *self._watch})
+        return [(self._topic(self.node), self._qos), *((self._topic(name, "status"), 0) for name in watched)]
+
+    def _topic(self, node: str, what: str = "in") -> str:
+        return f"{self._base}/{node}/{what}"
+
+    def _status(self, state: str, reason: str = "") -> bytes:
+        return Status(state, self._boot, time.time(), reason).to_json()
+
+    def _publish_status(self) -> None:
+        self._beat_at = time.monotonic() + self._heartbeat
+        self._client.publish(self._topic(self.node, "status"), self._status("online"), qos=0, retain=True)
+
+    def _missing(self) -> dict[str, int]:
+        return {p: count for p, count in self._link.unacknowledged().items() if not self._presence.left(p)}
+
+    def _perform(self, effects: Iterable[Effect]) -> list[Deliver]:
+        """Publish, with the lock held so that chunks keep their order; returns what is to be delivered."""
+        deliveries: list[Deliver] = []
+        for effect in effects:
+            if isinstance(effect, Publish):
+                if self._connected:
+                    # With QoS above 0 paho keeps the payload, whose header changes when it is sent again.
+                    data = effect.data if self._qos == 0 else bytes(effect.data)
+                    self._client.publish(self._topic(effect.peer), data, qos=self._qos)
+            elif isinstance(effect, Deliver):
+                deliveries.append(effect)
+            elif isinstance(effect, Reached):
+                self._reached.add(effect.peer)
+            else:
+                self.rejected += 1
+        return deliveries
+
+    # paho's callbacks
+
+    def _on_connect(self, _c: paho.Client, _u: Any, _f: Any, code: ReasonCode, properties: Properties | None) -> None:
+        self._answers.packet_limit = getattr(properties, "MaximumPacketSize", 0)
+        self._answers.connack = code
+
+    def _on_disconnect(self, _c: paho.Client, _u: Any, _f: Any, code: ReasonCode, _p: Properties | None) -> None:
+        self._answers.lost = code.getName()
+        self._connected = False
+
+    def _on_subscribe(self, _c: paho.Client, _u: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
+        self._answers.granted = codes
+
+    def _on_message(self, client: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
+        """Nothing that the network brings may end the thread."""
+        try:
+            _quick_ack(client)
+            if message.topic == self._topic(self.node):
+                self._frame(message.payload)
+            else:
+                self._heard(message)
+        except FrameError as error:
+            self.rejected += 1
+            log.debug("%s dropped a packet: %s", self.node, error)
+        except Exception:
+            self.rejected += 1
+            log.exception("%s could not take a packet", self.node)
+
+    def _frame(self, payload: frames.Bytes) -> None:
+        frame = frames.parse(payload, self._run_hash, self._limits)
+        if frame.sender == self.node:
+            self._probed |= bool(frame.flags & Flag.PROBE) and frame.boot == self._boot
+            return
+        if not self._open:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if self._closed:
+                return
+            self._presence.seen(frame.sender, now)
+            deliveries = self._perform(self._link.received(frame, now))
+            self._progress.notify_all()
+        for delivery in deliveries:
+            self._inbox.put(frames.decode(delivery.body, delivery.sender, self._limits))
+
+    def _heard(self, message: paho.MQTTMessage) -> None:
+        if not message.payload:
+            return  # a cleared status
+        name = message.topic.split("/")[-2]
+        status, now = Status.of_json(message.payload), time.monotonic()
+        if name == self.node:
+            self._heard_own(status, message.retain)
+        elif frames.valid_name(name):
+            with self._lock:
+                statuses = list(self._presence.heard(name, status, message.retain, now, time.time()))
+            self._report(statuses, now)
+
+    def _heard_own(self, status: Status, retained: bool) -> None:
+        if status.boot == self._boot:
+            self._name.echoed |= status.state == "online"
+        elif status.state == "online" and not self._name.echoed:
+            self._name.rival_lives |= not retained
+            self._name.rival_time = status.time
+
+    def _report(self, statuses: Iterable[Message], now: float) -> None:
+        for status in statuses:
+            with self._lock:
+                if status.meta["state"] == "online":
+                    self._perform(self._link.online(status.sender, int(status.meta["boot"], 16), now))
+                else:
+                    self._link.offline(status.sender)
+                self._progress.notify_all()
+            self._inbox.put(status)
+
+    @staticmethod
+    def _drop(client: paho.Client) -> None:
+        """End a client without its will, and let go of it: its sockets close when nobody holds it."""
+        if client.is_connected():
+            client.disconnect()
+            for _ in range(20):
+                if client.loop(0.05) != paho.MQTT_ERR_SUCCESS:
+                    break
+        client.on_connect = client.on_disconnect = client.on_subscribe = client.on_message = None
+        client.on_socket_open = client.on_socket_register_write = None
+
+
+def _identify(client: paho.Client, address: Address) -> None:
+    secret = password()
+    if address.user is not None:
+        client.username_pw_set(address.user, secret)
+    if address.tls:
+        client.tls_set_context(ssl.create_default_context())
+    if address.websockets:
+        client.ws_set_options(path=address.path)
+
+
+def _no_delay(_client: paho.Client, _userdata: Any, sock: Any) -> None:
+    """Small frames must not wait for a full packet."""
+    if isinstance(sock, socket.socket) and sock.family != getattr(socket, "AF_UNIX", None):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _quick_ack(client: paho.Client) -> None:
+    """A broker with Nagle on waits for TCP's acknowledgement, and Linux delays that unless told so each time."""
+    sock = client.socket()
+    if isinstance(sock, socket.socket) and hasattr(socket, "TCP_QUICKACK"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+
+def _nothing(_client: paho.Client, _userdata: Any, _sock: Any) -> None:
+    return

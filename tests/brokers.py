@@ -1,0 +1,112 @@
+"""Real brokers for tests: a mosquitto of its own on a free port of the loopback interface, and the embedded one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from edgesplit.transport.broker import EmbeddedBroker
+
+
+def find_mosquitto() -> str | None:
+    """Return where mosquitto is; Debian keeps it outside an ordinary user's path."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Mosquitto:
+    """A mosquitto process; ``options`` are further lines of its configuration."""
+
+    def __init__(self, directory: Path, options: Sequence[str] = (), *, anonymous: bool = True) -> None:
+        self.port = free_port()
+        self._config = directory / "mosquitto.conf"
+        # Started as root it would become a user that cannot read the directory.
+        user = ["user root"] if os.geteuid() == 0 else []
+        lines = [f"listener {self.port} 127.0.0.1", "set_tcp_nodelay true", *user, *options]
+        self._config.write_text("\n".join([*lines, f"allow_anonymous {str(anonymous).lower()}", ""]))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"mqtt://127.0.0.1:{self.port}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        found = find_mosquitto()
+        assert found is not None
+        self._process = subprocess.Popen([found, "-c", str(self._config)], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                assert self._process.poll() is None, "mosquitto ended at once: is its configuration right?"
+                time.sleep(0.01)
+            else:
+                return
+        raise AssertionError("mosquitto does not listen")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(10)
+            self._process = None
+
+
+@pytest.fixture
+def start_mosquitto(tmp_path: Path) -> Iterator[Callable[..., Mosquitto]]:
+    """Starts a mosquitto with options of its own: ``start_mosquitto(["max_packet_size 3000"], anonymous=False)``."""
+    started: list[Mosquitto] = []
+
+    def start(options: Sequence[str] = (), *, anonymous: bool = True) -> Mosquitto:
+        directory = tmp_path / f"mosquitto-{len(started)}"
+        directory.mkdir()
+        started.append(Mosquitto(directory, options, anonymous=anonymous))
+        return started[-1]
+
+    yield start
+    for broker in started:
+        broker.stop()
+
+
+@pytest.fixture(scope="session")
+def mosquitto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mosquitto]:
+    """One mosquitto for all tests that do not stop it; each test uses a run of its own."""
+    broker = Mosquitto(tmp_path_factory.mktemp("mosquitto"))
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture(scope="session")
+def embedded_broker() -> Iterator[EmbeddedBroker]:
+    """One embedded broker for all tests that do not stop it."""
+    with EmbeddedBroker() as broker:
+        yield broker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs mosquitto by the fixtures it uses, and skip it where there is none."""
+    missing = find_mosquitto() is None
+    for item in items:
+        if {"mosquitto", "start_mosquitto"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.mosquitto)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="mosquitto is not installed"))
