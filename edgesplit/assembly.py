@@ -216,7 +216,7 @@ def assignments(
 
 
 def codecs_of(node: str, plan: Plan, experiment: Experiment) -> dict[str, str]:
-    """Return the codec of what ``node`` sends to each neighbour: ``up`` to a higher tier (or the same), else ``down``."""
+    """Return the codec of what ``node`` sends to each neighbour: ``down`` to a lower tier, else ``up``."""
     rank = {name: index for index, name in enumerate(plan.nodes())}
     if plan.topology is not None:
         topology = Topology.from_dict(plan.topology)

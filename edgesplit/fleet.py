@@ -140,7 +140,7 @@ class Processes:
                 raise RunError(f"the process of {names} {_ending(process.returncode)}{self._last_line(names)}")
 
     def _last_line(self, names: str) -> str:
-        path = self._logs / f"{names.split(',')[0]}.log"
+        path = self._logs / f"{names.split(',', maxsplit=1)[0]}.log"
         try:
             lines = path.read_text(errors="replace").strip().splitlines()
         except OSError:

@@ -222,7 +222,8 @@ class Session:
                 callback.on_start(self)
             while self.next_round <= last:
                 done = self._round(self.next_round)
-                if any([callback.on_round(done) == STOP for callback in self.callbacks]):
+                answers = [callback.on_round(done) for callback in self.callbacks]
+                if STOP in answers:
                     break
         except BaseException as error:
             raise self._explained(error) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from edgesplit.errors import ExperimentError
 from edgesplit.schedule import Micro, Step
@@ -47,7 +48,7 @@ class Cutting:
         cuts = [0]
         for i in range(count):
             cuts.append(cuts[-1] + samples // count + (i < samples % count))
-        return list(zip(cuts, cuts[1:], strict=False))
+        return list(pairwise(cuts))
 
 
 def number(draft: Draft, cutting: Cutting, first: int, devices: Sequence[str]) -> Step:

@@ -12,7 +12,7 @@ from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
 from edgesplit.errors import EdgesplitError, RunError, TransportError
 from edgesplit.kit import Kit
-from edgesplit.node import NodeMachine, Outcome, Run, Serve, Work
+from edgesplit.node import NodeMachine, Run, Work
 from edgesplit.protocol import Assignment, Send
 from edgesplit.schedule import Event
 from edgesplit.task import COORDINATOR

@@ -33,7 +33,7 @@ def body_of(message: Message) -> memoryview:
 def over_the_wire(message: Message, chunk_size: int) -> Message:
     """Encode, cut, seal, parse, put together, decode."""
     body = b""
-    chunks = frames.split(frames.encode(message), chunk_size, message.sender)
+    chunks = list(frames.split(frames.encode(message), chunk_size, message.sender))
     for number, chunk in enumerate(chunks, 1):
         data = bytes(frames.seal(chunk, Flag.DATA, RUN, message.sender, 7, 8, number))
         assert len(data) <= chunk_size
@@ -139,7 +139,7 @@ def test_limits_hold_at_the_sender() -> None:
 
 
 def sealed(payload: bytes = b"p" * 20, sender: str = "a", **header: Any) -> bytearray:
-    chunk = frames.split([payload], 1000, sender)[0]._replace(**header)
+    chunk = next(frames.split([payload], 1000, sender))._replace(**header)
     return frames.seal(chunk, Flag.DATA, RUN, sender, 1, 2, 3)
 
 

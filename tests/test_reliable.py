@@ -23,7 +23,7 @@ SMALL = Settings(window_bytes=1600, window_frames=8, inbox_bytes=3000, inbox_fra
 
 def chunks_of(sender: str, number: int, size: int = 0) -> list[frames.Chunk]:
     message = Message(kind="x", sender=sender, micro=number, meta={"pad": "." * size})
-    return frames.split(frames.encode(message), CHUNK, sender)
+    return list(frames.split(frames.encode(message), CHUNK, sender))
 
 
 @dataclass

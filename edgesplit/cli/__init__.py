@@ -58,7 +58,7 @@ def _status() -> int:
         return _say(f"{where}{error.strerror or error}", FAILED if started() else REFUSED)
     except ImportError as error:
         return _say(f"{error}: install it, for example with pip install 'edgesplit[demo]'", REFUSED)
-    except Exception as error:  # noqa: BLE001 - the user's code, or a fault of ours: one line all the same
+    except Exception as error:
         if os.environ.get("EDGESPLIT_DEBUG"):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -129,7 +129,7 @@ def header_size(sender: str) -> int:
     return -(-(_HEADER.size + len(sender)) // 16) * 16
 
 
-def split(segments: Sequence[Bytes], chunk_size: int, sender: str) -> list[Chunk]:
+def split(segments: Sequence[Bytes], chunk_size: int, sender: str) -> Iterator[Chunk]:
     """Cut a body into chunks of at most ``chunk_size`` bytes, headers included. This is the one copy of the data.
 
     Raises:
@@ -140,12 +140,14 @@ def split(segments: Sequence[Bytes], chunk_size: int, sender: str) -> list[Chunk
     if room < 1:
         raise FrameError(f"chunks of {chunk_size} bytes have no room beside the header's {head}: allow larger packets")
     total = sum(len(segment) for segment in segments)
+    return _chunks(segments, head, room, total)
+
+
+def _chunks(segments: Sequence[Bytes], head: int, room: int, total: int) -> Iterator[Chunk]:
     parts = max(-(-total // room), 1)
-    chunks = []
     for part, pieces in enumerate(_cut(segments, room)):
         data = bytearray().join((bytes(head), *pieces))
-        chunks.append(Chunk(data, zlib.crc32(memoryview(data)[head:]), part, parts, total))
-    return chunks or [empty_chunk(sender)]
+        yield Chunk(data, zlib.crc32(memoryview(data)[head:]), part, parts, total)
 
 
 def empty_chunk(sender: str) -> Chunk:
@@ -294,7 +296,7 @@ def _cut(segments: Sequence[Bytes], room: int) -> Iterator[list[memoryview]]:
         if len(view):
             pieces.append(view)
             free -= len(view)
-    if pieces:
+    if pieces or not sum(map(len, segments)):
         yield pieces
 
 

@@ -113,6 +113,7 @@ class MqttTransport:
         self._timeout, self._heartbeat, self._give_up = connect_timeout, heartbeat, give_up
         self._boot = secrets.randbits(63) + 1
         self._run_hash = frames.run_hash(run)
+        self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._link = Reliable(run, node, self._boot, settings)
@@ -169,12 +170,13 @@ class MqttTransport:
         if node == self.node:
             self._inbox.put(frames.decode(memoryview(b"".join(body)), node, self._limits))
             return
-        chunks = frames.split(body, self.chunk_size, self.node)
-        with self._lock:
-            if self._closed:
-                raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
+        with self._sending:  # one message at a time, but its first chunks are on their way before the last is cut
+            for chunk in frames.split(body, self.chunk_size, self.node):
+                with self._lock:
+                    if self._closed:
+                        raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
+                    self._perform(self._link.send(node, [chunk], time.monotonic()))
             self._traffic[node] += size
-            self._perform(self._link.send(node, chunks, time.monotonic()))
 
     def flush(self, timeout: float) -> None:
         """Wait until everything sent has been acknowledged, by all but the nodes that have left.

@@ -121,7 +121,7 @@ class Reliable:
     # Events
 
     def send(self, peer: str, chunks: Sequence[Chunk], now: float) -> list[Effect]:
-        """Queue the chunks of one message for ``peer``; what its window allows goes out at once."""
+        """Queue chunks for ``peer``: a message, or its parts one call after the other. What the window allows goes out."""
         out = self._out(peer)
         out.queue(chunks)
         self._active.add(peer)
