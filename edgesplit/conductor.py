@@ -21,6 +21,9 @@ Asked = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
 TURN_S = 0.25
 """How long the coordinator waits for a message before it looks at the clock and at its local processes."""
 
+MUTE_S = 10.0
+"""How long after its status says online a node may take to be heard."""
+
 
 class Conductor:
     """Runs the coordinator over a transport.
@@ -46,6 +49,7 @@ class Conductor:
         self._watch, self._clock = watch, clock
         self._inbox = transport.mailbox(COORDINATOR)
         self.hellos: dict[str, Mapping[str, Any]] = {}
+        self._online: dict[str, float] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
 
     def join(self, nodes: Sequence[str], timeout: float) -> None:
@@ -66,6 +70,18 @@ class Conductor:
             message = self._get(min(left, TURN_S))
             if message is not None:
                 self._raise_failed(self._take(message))
+            self._watch()
+            self._refuse_mute(missing)
+
+    def _refuse_mute(self, missing: Sequence[str]) -> None:
+        """Raise where a node is online, but what it says does not arrive."""
+        now = self._clock()
+        mute = [node for node in missing if now - self._online.get(node, now) > MUTE_S]
+        if mute:
+            raise TransportTimeout(
+                f"{', '.join(map(repr, mute))}: online, but nothing that it sends arrives: "
+                "does the broker let nodes publish to the coordinator's topic, and the coordinator read it?"
+            )
 
     def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
         """Ask nodes for something and return their answers."""
@@ -115,6 +131,8 @@ class Conductor:
         if message.kind == "hello":
             self.hellos[message.sender] = message.meta
             return []
+        if message.kind == "status" and message.meta.get("state") == "online":
+            self._online.setdefault(message.sender, self._clock())
         self._record(message)
         return self.coordinator.receive(message, self._clock())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,15 @@ class Engine:
         )
         machine.loss_scale = self.loss_scale
         return machine
+
+    def neighbours(self) -> set[str]:
+        """Return the nodes that this one sends to: beside it on a route, or at the end of its own."""
+        found = set()
+        for stages in self._routes.values():
+            names = [stage.node for stage in stages]
+            for a, b in [*pairwise(names), (names[0], names[-1])]:
+                found |= {a, b} if self.name in (a, b) else set()
+        return found - {self.name}
 
     # -- data
 
@@ -337,12 +347,18 @@ class Engine:
             if kind not in parts:
                 raise FrameError(f"a load message carries {name!r}")
             parts[kind][rest] = array
-        if message.meta.get("reset_optimizer"):
-            self.store.reset_optimizer()
+        self._forget_optimizer(message.meta.get("reset_optimizer") or ())
         self.store.load(parts["param"], parts["buffer"], parts["optimizer"])
         if message.meta.get("reset_round"):
             self.store.reset_round()
         return Outcome()
+
+    def _forget_optimizer(self, layers: Sequence[int]) -> None:
+        """Forget the optimizer's state of these layers; the others' lives on."""
+        gone = {name for layer in layers for name in self.kit.params[layer]}
+        kept = {name: slots for name, slots in self.store.state.items() if name not in gone}
+        self.store.reset_optimizer()
+        self.store.state = kept
 
     def _insert(self, message: Message) -> Outcome:
         """Take a batch given by hand; the sheet names it by epoch :data:`GIVEN_EPOCH` and its index."""

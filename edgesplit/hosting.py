@@ -14,6 +14,7 @@ from edgesplit.errors import EdgesplitError, RunError, TaskError
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
+from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
 
@@ -77,6 +78,7 @@ def run_nodes(
 
     Args:
         names: the nodes.
+        run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
 
@@ -86,12 +88,14 @@ def run_nodes(
     _prepare_torch(threads, deterministic)
     if local:
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
+    if run is None:
+        run = find_run(broker, prefix=prefix)
     kit = kit_source(task)
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(broker, run=run or "", node=name, prefix=prefix) as transport:
+            with MqttTransport(broker, run=run, node=name, prefix=prefix) as transport:
                 Worker(name, transport, kit, facts={"pid": os.getpid()}).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)

@@ -192,6 +192,7 @@ def _write(
         "steps": sum(r.steps for r in rounds),
         "skipped": sum(r.skipped for r in rounds),
         "loss": rounds[-1].loss if rounds else None,
+        "best": session.best,
         "seconds": seconds,
         "samples_per_s": samples / training if training else 0.0,
         "nodes": _nodes(session, plan),

@@ -16,7 +16,12 @@ from edgesplit.training import Held, Training
 
 
 def snapshot(
-    number: int, experiment: Experiment, coordinator: Coordinator, training: Training, federation: Federation | None
+    number: int,
+    experiment: Experiment,
+    coordinator: Coordinator,
+    training: Training,
+    federation: Federation | None,
+    best: Mapping[str, Any] | None = None,
 ) -> checkpoint.Checkpoint:
     """Return all that a run needs to go on after round ``number``, whose state the training holds."""
     agenda, plan = training.drawn, training.plan
@@ -29,6 +34,7 @@ def snapshot(
         participation=training.participation,
         positions=dict(agenda.done),
         loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
+        best=best,
         experiment=experiment.to_dict(),
         plan=Plan(plan.layers, plan.routes).to_json(),
     )
@@ -42,8 +48,8 @@ def snapshot(
 
 def take_up(
     path: Path, experiment: Experiment, coordinator: Coordinator, training: Training, federation: Federation | None
-) -> int:
-    """Put a fleet that has joined where the checkpoint's was; the plan may be another. Return the round it ended.
+) -> checkpoint.Position:
+    """Put a fleet that has joined where the checkpoint's was; the plan may be another. Return where that is.
 
     Raises:
         RunError: the checkpoint is damaged, or of another model or seed.
@@ -67,7 +73,7 @@ def take_up(
     if federation is not None:
         federation.load_state(dict(found.strategy))
     training.load(_held(found.nodes, training))
-    return position.round
+    return position
 
 
 def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[str, Held]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from edgesplit.codecs import pack
 from edgesplit.conductor import Conductor
 from edgesplit.coordinator import Coordinator, LossScale, StepDone
 from edgesplit.emulation import describe as emulated_part
-from edgesplit.errors import ExperimentError, NodeLost, RunError
+from edgesplit.errors import ExperimentError, NodeLost, RunError, TransportTimeout, did_you_mean
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
@@ -98,6 +99,7 @@ class Session:
         self._also_on_step = on_step
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
+        self.best: Mapping[str, Any] | None = None
         self._given = self._resumed = 0
         self._closed = False
         assembly.check_placement(self.model, plan)
@@ -109,12 +111,14 @@ class Session:
         self._conductor = self._make_conductor()
         self.training = self._make_training()
         self._check_strategy()
+        self._check_best()
         try:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
             self._assign(reference or {})
         except BaseException as error:
-            raise self._explained(error) from error
+            self._fail(error)
+            raise
 
     # -- assembly
 
@@ -226,7 +230,8 @@ class Session:
                 if STOP in answers:
                     break
         except BaseException as error:
-            raise self._explained(error) from error
+            self._fail(error)
+            raise
         finally:
             for callback in self.callbacks:
                 callback.on_end(self)
@@ -247,15 +252,34 @@ class Session:
                 metrics |= self.evaluate(place)
             done = RoundDone(done.number, done.steps, done.loss, done.samples, done.seconds, done.skipped, metrics)
         self.rounds.append(done)
+        self._keep_best(done)
         if saving and self.directory is not None:
             path = self._save(number, self.directory)
             for callback in self.callbacks:
                 callback.on_checkpoint(path)
         return done
 
+    def _check_best(self) -> None:
+        best, known = self.experiment.evaluate.best, [*self.task.metrics, "loss"]
+        if best is not None and best not in known:
+            near = did_you_mean(best, known)
+            raise ExperimentError(f"evaluate.best is {best!r}, the metrics are {', '.join(known)}{near}")
+
+    def _keep_best(self, done: RoundDone) -> None:
+        """Keep the weights of the best round so far: the highest metric, or the lowest loss."""
+        name = self.experiment.evaluate.best
+        value = done.metrics.get(f"test/{name}")
+        if name is None or value is None or math.isnan(value):
+            return
+        better = self.best is None or (value < self.best["value"] if name == "loss" else value > self.best["value"])
+        if better:
+            self.best = {"name": name, "value": value, "round": done.number}
+            if self.directory is not None:
+                checkpoint.save_model(self.directory / "best.safetensors", self.weights())
+
     def _save(self, number: int, directory: Path) -> Path:
         coordinator = self._conductor.coordinator
-        found = snapshot(number, self.experiment, coordinator, self.training, self._federation)
+        found = snapshot(number, self.experiment, coordinator, self.training, self._federation, self.best)
         return checkpoint.save(directory / "checkpoints", found, self.experiment.checkpoint.keep)
 
     def step(self, batch: Any) -> float:
@@ -280,7 +304,8 @@ class Session:
             agenda.step += 1
             losses = [done.loss for done in self._conductor.steps([draft])]
         except BaseException as error:
-            raise self._explained(error) from error
+            self._fail(error)
+            raise
         return losses[0]
 
     def federate(self) -> None:
@@ -328,8 +353,8 @@ class Session:
         Raises:
             RunError: the checkpoint is damaged, or of another model or seed.
         """
-        number = take_up(path, self.experiment, self._conductor.coordinator, self.training, self._federation)
-        self._resumed = number
+        position = take_up(path, self.experiment, self._conductor.coordinator, self.training, self._federation)
+        self._resumed, self.best = position.round, position.best
 
     # -- what can be seen
 
@@ -350,13 +375,12 @@ class Session:
         for callback in self.callbacks:
             callback.on_step(done)
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """Stop the fleet; return the error with what the other nodes were waiting for."""
+    def _fail(self, error: BaseException) -> None:
+        """Stop the fleet, and raise the error anew where the other nodes can say what they were waiting for."""
         waiting = self._stop(2.0)
-        if isinstance(error, NodeLost | RunError) and waiting:
+        if isinstance(error, NodeLost | RunError | TransportTimeout) and waiting:
             others = "; ".join(f"{node!r} waited for {what}" for node, what in waiting.items())
-            return type(error)(f"{error}; {others}")
-        return error
+            raise type(error)(f"{error}; {others}") from error
 
     def _stop(self, timeout: float) -> dict[str, str]:
         if self._closed:

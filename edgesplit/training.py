@@ -139,7 +139,8 @@ class Training:
         to = {}
         for node in self.plan.nodes():
             arrays = held[node].arrays if held else self._initial(node)
-            to[node] = ({"reset_optimizer": True, "reset_round": True}, pack(arrays, "raw"))
+            layers = list(self.plan.layers_of(node))
+            to[node] = ({"reset_optimizer": layers, "reset_round": True}, pack(arrays, "raw"))
         self.conductor.ask("load", to)
 
     def _initial(self, node: str) -> Arrays:
@@ -258,14 +259,26 @@ class Training:
             self._average_buffers(changed, key, layers, nodes, buffers)
             if key in results and self.experiment.federation.optimizer_state == "average":
                 self._change(changed, nodes, "optimizer", self._average(key, layers, nodes, "optimizer", params))
-        reset = bool(results) and self.experiment.federation.optimizer_state == "reset"
-        meta = {"reset_round": True, "reset_optimizer": reset}
         for node, arrays in changed.items():
             self.held[node].arrays |= arrays
-        if reset:
-            for held in self.held.values():
-                held.arrays = {n: a for n, a in held.arrays.items() if not n.startswith("optimizer/")}
-        self.conductor.ask("load", {node: (meta, pack(arrays, "raw")) for node, arrays in changed.items()})
+        reset = self._reset(results)
+        meta = {node: {"reset_round": True, "reset_optimizer": reset} for node in changed}
+        self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
+
+    def _reset(self, results: Mapping[str, Arrays]) -> list[int]:
+        """Return the layers whose optimizers start anew: under ``reset`` those that were aggregated."""
+        if self.experiment.federation.optimizer_state != "reset":
+            return []
+        layers = [layer for key in results for layer in self._groups[key][0]]
+        gone = set(self.names.of(layers)[0])
+        for held in self.held.values():
+            kept = {
+                f"optimizer/{name}": array
+                for name, array in held.part("optimizer").items()
+                if name.rpartition("//")[0] not in gone
+            }
+            held.arrays = {n: a for n, a in held.arrays.items() if not n.startswith("optimizer/")} | kept
+        return layers
 
     @staticmethod
     def _change(changed: dict[str, Arrays], nodes: Sequence[str], kind: str, arrays: Arrays) -> None:

@@ -18,6 +18,9 @@ from edgesplit.schedule import Event
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import DATA_KINDS, Inbox, Message, Transport
 
+PROBE_S = 10.0
+"""How long a node waits for its neighbours' transports to answer: a broker's rule may swallow a topic silently."""
+
 
 class Worker:
     """Runs one node until the coordinator says stop.
@@ -123,6 +126,7 @@ class Worker:
                 f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
             )
         self._engine = Engine(self.name, assignment, kit)
+        self._transport.probe(self._engine.neighbours(), PROBE_S)
         self._machine = self._engine.machine()
         if assignment.emulate is not None:
             self._emulator = Emulator(self.name, assignment.emulate)

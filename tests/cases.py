@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from edgesplit.schedule import Event
 from edgesplit.session import Session
 from edgesplit.task import Shard, Task
 from edgesplit.training import RoundDone
-from tests.oracle import Batches, Homes
+from tests.oracle import Batches, Factory, Homes, Trained, train_single
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
 FEATURES, CLASSES = 6, 4
@@ -132,8 +132,16 @@ def demo(name: str) -> ModuleType:
 
 
 def shortened(task: Task, sizes: Sequence[int]) -> Task:
-    """The task with only ``sizes[i]`` samples on the ``i``-th device."""
-    return dataclasses.replace(task, train=lambda shard: First(task.train(shard), sizes[shard.index]))
+    """The task with only ``sizes[i]`` samples on the ``i``-th device, made once; nothing to test on."""
+    made: dict[tuple[int, int, int], Any] = {}
+
+    def train(shard: Shard) -> First:
+        key = shard.index, shard.count, shard.seed
+        if key not in made:
+            made[key] = task.train(shard)
+        return First(made[key], sizes[shard.index])
+
+    return dataclasses.replace(task, train=train, test=None)
 
 
 def digits(sizes: Sequence[int], **fields: Any) -> Task:
@@ -143,8 +151,10 @@ def digits(sizes: Sequence[int], **fields: Any) -> Task:
 
 
 def english(sizes: Sequence[int]) -> Task:
-    """The transformer of ``demos/text``, in float64, all batches of one length: four layers. It brings AdamW groups,
-    warm-up and clipping."""
+    """The transformer of ``demos/text``, in float64: four layers, all batches of one length.
+
+    It brings AdamW with groups, warm-up and clipping.
+    """
     return shortened(demo("text").text(context=20, pad_to=20, dtype="float64", width=8), sizes)
 
 
@@ -272,7 +282,9 @@ class Ran:
         return [step.loss for step in self.steps]
 
 
-def open_session(plan: Plan, task: Task, wire: Wire = memory, directory: Path | None = None, **keywords: Any) -> Session:
+def open_session(
+    plan: Plan, task: Task, wire: Wire = memory, directory: Path | None = None, **keywords: Any
+) -> Session:
     """A session in float64 without evaluation, unless told otherwise."""
     experiment = options(**{"dtype": "float64", "evaluate": {"every": 0}, **keywords})
     model = build_model(task, experiment)
@@ -288,6 +300,42 @@ def run(plan: Plan, task: Task, wire: Wire = memory, **keywords: Any) -> Ran:
     return Ran(watch.done, weights, list(rounds), session.recorder.events)
 
 
+# --- what is trained with, once for us and once for torch -----------------------------------------------------------
+
+
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.0: []}
+    for name, param in named:
+        groups[0.0 if name.endswith("bias") else 0.1].append(param)
+    return torch.optim.AdamW([{"params": params, "weight_decay": d} for d, params in groups.items()], lr=0.02)
+
+
+def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for _, param in named], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for _, param in named], lr=0.2, weight_decay=0.01)
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 4)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "clipped AdamW": {
+        "optimizer": {"name": "adamw", "lr": 0.02, "weight_decay": 0.1, "no_decay": "bias$"},
+        "lr_schedule": {"name": "constant", "warmup_steps": 4},
+        "clip_norm": 0.3,
+    },
+    "momentum": {
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    },
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.2, "weight_decay": 0.01}},
+}
+FACTORIES: dict[str, Factory] = {"clipped AdamW": adamw, "momentum": momentum, "sgd": sgd}
+
+
 def seeded(task: Task, seed: int = 0) -> nn.Module:
     """The task's model as the coordinator builds it."""
     with torch.random.fork_rng(devices=[]):
@@ -295,7 +343,29 @@ def seeded(task: Task, seed: int = 0) -> nn.Module:
         return task.model()
 
 
+def one_process(task: Task, rule: str, steps: Iterable[tuple[int, Batches]], model: nn.Module | None = None) -> Trained:
+    """Train by one of :data:`RULES` in one process; the task may bring clipping."""
+    clipped = rule == "clipped AdamW"
+    return train_single(
+        task,
+        steps,
+        FACTORIES[rule],
+        model=model or seeded(task),
+        lr=warm_up if clipped else None,
+        clip_norm=RULES[rule].get("clip_norm"),
+    )
+
+
 # --- comparing ------------------------------------------------------------------------------------------------------
+
+EXACT = 1e-12
+
+
+def equal(ran: Ran, want: Trained, bound: float = EXACT) -> None:
+    """Assert the same losses of the steps that were applied, and the same weights at the end."""
+    losses = [(step.loss, loss) for step, loss in zip(ran.steps, want.losses, strict=True) if step.applied]
+    assert apart(*zip(*losses, strict=True)) <= bound
+    assert apart(ran.weights, want.weights[-1]) <= bound
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any]:
@@ -317,9 +387,7 @@ def apart(got: Any, want: Any) -> float:
 
 def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     """The Euclidean distance of two models."""
-    return float(
-        np.sqrt(sum(((as_numpy(a[name]).astype(np.float64) - as_numpy(b[name])) ** 2).sum() for name in b))
-    )
+    return float(np.sqrt(sum(((as_numpy(a[name]).astype(np.float64) - as_numpy(b[name])) ** 2).sum() for name in b)))
 
 
 def identical(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

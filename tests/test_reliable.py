@@ -8,11 +8,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from edgesplit.transport import frames
 from edgesplit.transport.base import Message
-from edgesplit.transport.inbound import Inbound
+from edgesplit.transport.inbound import Bodies, Inbound
 from edgesplit.transport.outbound import Outbound, Patience
 from edgesplit.transport.reliable import Deliver, Effect, Publish, Reached, Rejected, Reliable, Settings
 
@@ -362,3 +363,19 @@ def test_a_hello_is_answered_by_the_machine_itself() -> None:
     world.perform("a", world.machines["a"].hello("b", 0.0))
     world.run()
     assert ("a", "b") in world.reached
+
+
+def test_memory_of_a_message_is_used_again_when_nobody_looks_at_it() -> None:
+    bodies = Bodies(most=10_000)
+    first = bodies.take(1000)
+    second = bodies.take(1000)
+    for view, value in ((first, 1), (second, 2)):
+        view[:] = bytes([value]) * 1000
+    held = np.frombuffer(first[100:200].toreadonly(), np.uint8)
+    address = np.frombuffer(second, np.uint8).__array_interface__["data"][0]
+    del first, second, view
+    third = bodies.take(900)
+    assert np.frombuffer(third, np.uint8).__array_interface__["data"][0] == address
+    third[:] = bytes(900)
+    assert held.tolist() == [1] * 100
+    assert len(bodies.take(20_000)) == 20_000

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from edgesplit.errors import ScheduleError
 from edgesplit.plan import Plan
@@ -16,23 +15,27 @@ from edgesplit.segments import masks
 from edgesplit.segments.base import Samples
 from edgesplit.task import Task
 from tests.cases import (
+    EXACT,
+    FACTORIES,
+    RULES,
     Loader,
     apart,
     chain,
     digits,
     distance,
     english,
+    equal,
     homes,
     identical,
     normed,
+    one_process,
     points_task,
     run,
     seeded,
     tree,
+    warm_up,
 )
-from tests.oracle import Factory, Trained, train_replicas, train_single
-
-EXACT = 1e-12
+from tests.oracle import train_replicas, train_single
 
 
 @pytest.fixture(autouse=True)
@@ -41,59 +44,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-# --- what is trained with, once for us and once for torch -----------------------------------------------------------
-
-
-def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.0: []}
-    for name, param in named:
-        groups[0.0 if name.endswith("bias") else 0.1].append(param)
-    return torch.optim.AdamW([{"params": params, "weight_decay": d} for d, params in groups.items()], lr=0.02)
-
-
-def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for _, param in named], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for _, param in named], lr=0.2, weight_decay=0.01)
-
-
-def warm_up(step: int) -> float:
-    return min(1.0, (step + 1) / 4)
-
-
-RULES: dict[str, dict[str, Any]] = {
-    "clipped AdamW": {
-        "optimizer": {"name": "adamw", "lr": 0.02, "weight_decay": 0.1, "no_decay": "bias$"},
-        "lr_schedule": {"name": "constant", "warmup_steps": 4},
-        "clip_norm": 0.3,
-    },
-    "momentum": {
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
-    },
-    "sgd": {"optimizer": {"name": "sgd", "lr": 0.2, "weight_decay": 0.01}},
-}
-FACTORIES: dict[str, Factory] = {"clipped AdamW": adamw, "momentum": momentum, "sgd": sgd}
-
-
-def one_process(task: Task, rule: str, steps: Sequence[Any], model: nn.Module | None = None) -> Trained:
-    clipped = rule == "clipped AdamW"
-    return train_single(
-        task,
-        steps,
-        FACTORIES[rule],
-        model=model or seeded(task),
-        lr=warm_up if clipped else None,
-        clip_norm=RULES[rule].get("clip_norm"),
-    )
-
-
-def equal(ran: Any, want: Trained, bound: float = EXACT) -> None:
-    assert apart(ran.losses, want.losses) <= bound
-    assert apart(ran.weights, want.weights[-1]) <= bound
 
 
 # --- (a) one replica a layer ----------------------------------------------------------------------------------------
@@ -263,7 +213,9 @@ def test_masks_are_the_same_for_two_and_five_micro_batches_and_one_process(
         ran.append(run(plan, task, micros=micros, batch_size=10, steps_per_round=3, **rules))
     drawn.append({})
     steps = Loader(task, ["d"], 10).steps(3)
-    want = train_single(task, steps, model=seeded(task)) if task.optimizer else one_process(task, "clipped AdamW", steps)
+    want = (
+        train_single(task, steps, model=seeded(task)) if task.optimizer else one_process(task, "clipped AdamW", steps)
+    )
     assert drawn[0] == drawn[1] == drawn[2]
     assert len(drawn[0]) >= sum(len(y) for _, batches in steps for _, y in batches.values())
     assert apart(ran[0].losses, ran[1].losses) <= EXACT

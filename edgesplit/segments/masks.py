@@ -209,6 +209,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw, self._where = draw, where
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would wrap every call to keep its compiler out; nothing is compiled here, and the wrapper imports the
+        # compiler (three seconds of a node's start). Where torch does not ask, this is a method that nobody calls.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

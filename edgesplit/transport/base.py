@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -117,6 +117,10 @@ class Transport(Protocol):
 
     def send(self, node: str, message: Message) -> None:
         """Queue ``message`` for ``node``; never blocks on the network and never drops."""
+        ...
+
+    def probe(self, peers: Iterable[str], timeout: float = 10.0) -> None:
+        """Make sure that messages reach these nodes and theirs this one. Raises TransportTimeout naming the others."""
         ...
 
     def flush(self, timeout: float) -> None:

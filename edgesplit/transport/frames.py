@@ -129,8 +129,13 @@ def header_size(sender: str) -> int:
     return -(-(_HEADER.size + len(sender)) // 16) * 16
 
 
-def split(segments: Sequence[Bytes], chunk_size: int, sender: str) -> Iterator[Chunk]:
+def split(
+    segments: Sequence[Bytes], chunk_size: int, sender: str, free: list[bytearray] | None = None
+) -> Iterator[Chunk]:
     """Cut a body into chunks of at most ``chunk_size`` bytes, headers included. This is the one copy of the data.
+
+    Args:
+        free: memory of that size from chunks that are no longer needed; taken from its end.
 
     Raises:
         FrameError: the limit leaves no room for a payload.
@@ -140,13 +145,19 @@ def split(segments: Sequence[Bytes], chunk_size: int, sender: str) -> Iterator[C
     if room < 1:
         raise FrameError(f"chunks of {chunk_size} bytes have no room beside the header's {head}: allow larger packets")
     total = sum(len(segment) for segment in segments)
-    return _chunks(segments, head, room, total)
+    return _chunks(segments, head, room, total, free if free is not None else [])
 
 
-def _chunks(segments: Sequence[Bytes], head: int, room: int, total: int) -> Iterator[Chunk]:
+def _chunks(segments: Sequence[Bytes], head: int, room: int, total: int, free: list[bytearray]) -> Iterator[Chunk]:
     parts = max(-(-total // room), 1)
     for part, pieces in enumerate(_cut(segments, room)):
-        data = bytearray().join((bytes(head), *pieces))
+        if free and part < parts - 1:
+            data, at = free.pop(), head
+            for piece in pieces:
+                data[at : at + len(piece)] = piece
+                at += len(piece)
+        else:
+            data = bytearray().join((bytes(head), *pieces))
         yield Chunk(data, zlib.crc32(memoryview(data)[head:]), part, parts, total)
 
 

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgesplit.transport.frames import Frame
+
+Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Spoiled(NamedTuple):
     """Chunks that make no message; they are dropped."""
 
     reason: str
+
+
+class Bodies:
+    """Memory for messages of several chunks, used again when nobody holds a view of it: fresh memory is dear.
+
+    Args:
+        most: bytes to keep.
+    """
+
+    def __init__(self, most: int = 64 << 20) -> None:
+        self._most = most
+        # Each with a weak reference to the array that was lent last: it dies with the last view of it.
+        self._kept: deque[tuple[Memory, weakref.ref[Memory]]] = deque()
+
+    def take(self, size: int) -> memoryview:
+        """Return writable memory of ``size`` bytes with anything in it."""
+        for index, (memory, lent) in enumerate(self._kept):
+            if size <= len(memory) <= 2 * size and lent() is None:
+                del self._kept[index]
+                return self._lend(memory, size)
+        # Not zeroed: a page is taken when a piece arrives, whatever total a chunk claims.
+        memory = np.empty(size, np.uint8)
+        return self._lend(memory, size) if size <= self._most else memory.data
+
+    def _lend(self, memory: Memory, size: int) -> memoryview:
+        lent = memory[:size]
+        self._kept.append((memory, weakref.ref(lent)))
+        while sum(len(memory) for memory, _ in self._kept) > self._most:
+            self._kept.popleft()
+        return lent.data
 
 
 class Inbound:
@@ -24,7 +58,7 @@ class Inbound:
         fresh_bytes, fresh_frames: arrived since the last acknowledgement was sent.
     """
 
-    def __init__(self, boot: int, most_ahead: tuple[int, int]) -> None:
+    def __init__(self, boot: int, most_ahead: tuple[int, int], bodies: Bodies) -> None:
         self.boot = boot
         self.mark = 0
         self.fresh_bytes = 0
@@ -32,6 +66,7 @@ class Inbound:
         self._ahead: dict[int, Frame] = {}
         self._ahead_bytes = 0
         self._most_ahead = most_ahead
+        self._bodies = bodies
         self._body: memoryview | None = None
         self._filled = 0
         self._due = 0  # the part that comes next
@@ -71,8 +106,7 @@ class Inbound:
     def _assemble(self, frame: Frame) -> memoryview | Spoiled | None:
         if frame.part == 0:
             self._filled = self._due = 0
-            # Memory that is not zeroed: a page is taken when a piece arrives, whatever total a chunk claims.
-            self._body = frame.payload if frame.parts == 1 else np.empty(frame.total, np.uint8).data
+            self._body = frame.payload if frame.parts == 1 else self._bodies.take(frame.total)
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
         if (
             body is None

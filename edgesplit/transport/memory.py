@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 from edgesplit.errors import TransportError
@@ -62,6 +62,9 @@ class MemoryTransport:
             for name, inbox in self._inboxes.items():
                 if name != node:
                     inbox.put(status)
+
+    def probe(self, peers: Iterable[str], timeout: float = 10.0) -> None:
+        """Return at once: nothing can be in between."""
 
     def flush(self, timeout: float) -> None:
         """Return at once: what was sent has arrived."""

@@ -126,7 +126,7 @@ class MqttTransport:
         self._closed = False
         self._open = False  # frames are only answered when it is known that no other process is this node
         self._connected = False
-        self._beat_at = 0.0
+        self._beat_at = self._look_at = 0.0
         self._answers = _Answers()
         self._probed = False
         self._name = _Name()
@@ -171,7 +171,7 @@ class MqttTransport:
             self._inbox.put(frames.decode(memoryview(b"".join(body)), node, self._limits))
             return
         with self._sending:  # one message at a time, but its first chunks are on their way before the last is cut
-            for chunk in frames.split(body, self.chunk_size, self.node):
+            for chunk in frames.split(body, self.chunk_size, self.node, self._link.free):
                 with self._lock:
                     if self._closed:
                         raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
@@ -287,7 +287,7 @@ class MqttTransport:
         )
         client.connect_timeout = self._timeout
         client.max_inflight_messages_set(1000)
-        _identify(client, self._address)
+        identify(client, self._address)
         client.will_set(self._topic(self.node, "status"), self._status("offline"), qos=1, retain=True)
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
@@ -364,11 +364,8 @@ class MqttTransport:
     def _network(self) -> None:
         while not self._closing.is_set():
             try:
-                with self._lock:
-                    pause = min(self._link.next_deadline(), self._beat_at) - time.monotonic()
-                if self._client.loop(max(0.0, min(pause, 0.5))) != paho.MQTT_ERR_SUCCESS:
+                if self._client.loop(self._work(time.monotonic())) != paho.MQTT_ERR_SUCCESS:
                     self._reconnect()
-                self._tick(time.monotonic())
             except Exception:  # whatever it was, the others must still be served
                 log.exception("network thread of %s", self.node)
         with self._lock:
@@ -378,19 +375,21 @@ class MqttTransport:
                 break
         self._drop(self._client)
 
-    def _tick(self, now: float) -> None:
-        if not self._connected:
-            return
+    def _work(self, now: float) -> float:
+        """Do what is due; returns for how many seconds nothing else will be."""
         with self._lock:
             if self._closed:
-                return
-            # What has not left this host yet is not late.
-            if now >= self._link.next_deadline():
+                return 0.0
+            if now >= self._beat_at:
+                self._publish_status()
+            due = self._link.next_deadline()
+            if due <= now:
                 self._perform(self._link.tick(now))
-            statuses = list(self._presence.tick(now))
+                due = self._link.next_deadline()
+            statuses = list(self._presence.tick(now)) if now >= self._look_at else []
+            self._look_at = now + 0.1 if now >= self._look_at else self._look_at
         self._report(statuses, now)
-        if now >= self._beat_at:
-            self._publish_status()
+        return max(0.0, min(due - now, self._beat_at - now, 0.5))
 
     def _reconnect(self) -> None:
         """Connect again, subscribe, and go on where it stopped; until it works, is refused, or takes too long."""
@@ -548,7 +547,7 @@ class MqttTransport:
         client.on_socket_open = client.on_socket_register_write = None
 
 
-def _identify(client: paho.Client, address: Address) -> None:
+def identify(client: paho.Client, address: Address) -> None:
     secret = password()
     if address.user is not None:
         client.username_pw_set(address.user, secret)

@@ -14,6 +14,9 @@ from edgesplit.transport.frames import Chunk
 MOST_AGAIN = 64
 """Chunks sent again at once, at most."""
 
+MOST_FREE = 64
+"""Chunks whose memory is kept for the next ones, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -41,17 +44,21 @@ class Outbound:
 
     Those of a message are kept until all of it is acknowledged: a peer that starts anew needs it from its beginning.
 
+    Args:
+        free: gets the memory of acknowledged chunks that were full, for :func:`frames.split`. Fresh memory is dear.
+
     Attributes:
         boot: the peer's life that the stream is for; 0: not known yet, nothing is sent.
         window: bytes and chunks that the peer allows in flight.
         due: when to call :meth:`timed_out`.
     """
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, free: list[bytearray] | None = None) -> None:
         self.boot = 0
         self.window = (0, 0)
         self.due = math.inf
         self._patience = patience
+        self._free = free if free is not None else []
         self._kept: dict[int, _Sent] = {}
         self._first = 1  # the first kept
         self._last = 0
@@ -151,11 +158,16 @@ class Outbound:
                 self._flying -= len(chunk.data)
             if chunk.part == chunk.parts - 1:
                 for done in range(self._first, number + 1):
-                    del self._kept[done]
+                    self._release(self._kept.pop(done).chunk)
                 self._first = number + 1
         self._acked, self._timeouts = mark, 0
         self._next = max(self._next, mark + 1)  # what was to be sent again has arrived after all
         self.due = now + self._wait() if mark < self._next - 1 else math.inf
+
+    def _release(self, chunk: Chunk) -> None:
+        # All but the last chunk of a message are full.
+        if chunk.part < chunk.parts - 1 and len(self._free) < MOST_FREE:
+            self._free.append(chunk.data)
 
     def _recover(self) -> Iterator[int]:
         """After a timeout each acknowledgement shows that chunks get through again: send twice as many as before."""

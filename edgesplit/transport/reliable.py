@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from edgesplit.transport import frames
 from edgesplit.transport.frames import Chunk, Flag, Frame
-from edgesplit.transport.inbound import Inbound, Spoiled
+from edgesplit.transport.inbound import Bodies, Inbound, Spoiled
 from edgesplit.transport.outbound import Outbound, Patience
 
 _PATIENCE = Patience()
@@ -101,6 +101,9 @@ class Reliable:
         run: the run's name.
         node: this node's.
         boot: a number that no other life of this node has, not 0.
+
+    Attributes:
+        free: memory of full chunks for :func:`frames.split`.
     """
 
     def __init__(self, run: str, node: str, boot: int, settings: Settings | None = None) -> None:
@@ -108,10 +111,12 @@ class Reliable:
         self._node = node
         self._boot = boot
         self._settings = settings or Settings()
+        self.free: list[bytearray] = []
         self._outs: dict[str, Outbound] = {}
         self._greetings: dict[str, _Greeting] = {}
         self._active: set[str] = set()  # peers with chunks outstanding or a hello pending
         self._ins: dict[str, Inbound] = {}
+        self._bodies = Bodies()
         self._ranks: dict[str, deque[int]] = {}
         self._ack_due: dict[str, float] = {}
         self._told: dict[str, float] = {}
@@ -121,7 +126,7 @@ class Reliable:
     # Events
 
     def send(self, peer: str, chunks: Sequence[Chunk], now: float) -> list[Effect]:
-        """Queue chunks for ``peer``: a message, or its parts one call after the other. What the window allows goes out."""
+        """Queue a message's chunks for ``peer``, in one call or several; what the window allows goes out at once."""
         out = self._out(peer)
         out.queue(chunks)
         self._active.add(peer)
@@ -209,7 +214,7 @@ class Reliable:
 
     def _out(self, peer: str) -> Outbound:
         if peer not in self._outs:
-            self._outs[peer] = Outbound(self._settings.patience)
+            self._outs[peer] = Outbound(self._settings.patience, self.free)
             self._greetings[peer] = _Greeting()
         return self._outs[peer]
 
@@ -328,7 +333,9 @@ class Reliable:
         if stream is not None and stream.boot in ranks and ranks.index(frame.boot) < ranks.index(stream.boot):
             return None
         settings = self._settings
-        stream = self._ins[frame.sender] = Inbound(frame.boot, (2 * settings.window_bytes, 2 * settings.window_frames))
+        stream = self._ins[frame.sender] = Inbound(
+            frame.boot, (2 * settings.window_bytes, 2 * settings.window_frames), self._bodies
+        )
         self._ack_due.pop(frame.sender, None)
         return stream
 

@@ -1,0 +1,45 @@
+"""A session over real processes, one a node, that are gone when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgesplit.assembly import Model
+from edgesplit.experiment import Experiment
+from edgesplit.fleet import Processes, node_command
+from edgesplit.plan import Plan
+from edgesplit.session import Session
+from edgesplit.task import COORDINATOR
+from edgesplit.transport.mqtt import MqttTransport
+
+
+@contextlib.contextmanager
+def processes(url: str, plan: Plan, model: Model, experiment: Experiment) -> Iterator[Session]:
+    """Start the plan's nodes as processes of one compute thread each.
+
+    Args:
+        url: the broker's.
+        experiment: the options; its ``task`` is ``module:name``.
+    """
+    run = f"bench-{secrets.token_hex(4)}"
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgesplit-bench-")))
+        transport = stack.enter_context(MqttTransport(url, run=run, node=COORDINATOR))
+        fleet = Processes(node_command(url, run, experiment.task), logs, env={"OMP_NUM_THREADS": "1"})
+        stack.callback(fleet.stop, 5.0)
+        reference = {"reference": experiment.task, "args": {}}
+        yield stack.enter_context(
+            Session(
+                plan,
+                model.task,
+                experiment=experiment,
+                model=model,
+                transport=transport,
+                fleet=fleet,
+                reference=reference,
+            )
+        )

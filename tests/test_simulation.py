@@ -1,0 +1,314 @@
+"""The whole protocol on a virtual clock: real coordinator and nodes, random plans, delays and failures; no thread."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from edgesplit.coordinator import LossScale, StepDone
+from edgesplit.errors import RunError, ScheduleError
+from edgesplit.methods import METHODS, check
+from edgesplit.node import Run
+from edgesplit.plan import Plan, Route, Stage
+from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
+from tests.virtual import (
+    Case,
+    Fleet,
+    initial,
+    loss_of,
+    number,
+    square_of,
+    through,
+    unwrap,
+    updated,
+    weight_of,
+    wrap,
+)
+
+MASK = (1 << 64) - 1
+
+# --- random fleets --------------------------------------------------------------------------------------------------
+
+
+def route(nodes: Sequence[str], cuts: Sequence[int], layers: int) -> Route:
+    bounds = [0, *cuts, layers]
+    return Route(nodes[0], tuple(Stage(n, a, b) for n, (a, b) in zip(nodes, pairwise(bounds), strict=True)))
+
+
+def draw_plan(rng: Random) -> Plan:
+    """A chain, a tree, a U-shape, devices that hold everything, routes of different lengths or cuts, or a loop."""
+    layers = rng.randint(4, 6)
+    count = rng.randint(2, 4)
+    devices = [f"d{i}" for i in range(count)]
+    edge = {device: f"e{rng.randrange(2)}" for device in devices}
+    paths: dict[str, list[str]]
+    match rng.choice(["chain", "u", "loop", "tree", "tree", "star", "u-tree", "u-star", "devices", "mixed"]):
+        case "chain":
+            paths = {"d0": [f"d0 n1 n2 n3".split()[i] for i in range(rng.randint(1, 4))]}
+        case "u":
+            paths = {"d0": rng.choice(["d0 c d0", "d0 e c d0"]).split()}
+        case "loop":
+            paths = {"d0": rng.choice(["d0 c d0 c", "d0 c d0 c d0", "d0 e c d0"]).split()}
+        case "tree":
+            paths = {d: [d, edge[d], "c"] for d in devices}
+        case "star":
+            paths = {d: [d, "c"] for d in devices}
+        case "u-tree":
+            paths = {d: [d, edge[d], "c", d] for d in devices}
+        case "u-star":
+            paths = {d: [d, "c", d] for d in devices}
+        case "devices":
+            paths = {d: [d] for d in devices}
+        case _:
+            paths = {d: rng.choice([[d], [d, "c"], [d, edge[d], "c"], [d, "c", d]]) for d in devices}
+    same = rng.random() < 0.6
+    cuts: dict[int, list[int]] = {}
+    routes = []
+    for device, nodes in paths.items():
+        if not (same and len(nodes) in cuts):
+            cuts[len(nodes)] = sorted(rng.sample(range(1, layers), len(nodes) - 1))
+        routes.append(route(nodes, cuts[len(nodes)], layers))
+    return Plan(tuple(f"l{i}" for i in range(layers)), tuple(routes))
+
+
+def draw_case(rng: Random, methods: Sequence[str]) -> Case:
+    while True:
+        plan = draw_plan(rng)
+        every_step = rng.random() < 0.5
+        scale = rng.choice([LossScale(), LossScale(), LossScale(8.0), LossScale(4.0, dynamic=True, growth_interval=2)])
+        cutting = rng.choice([Cutting(rng.randint(1, 4)), Cutting(rng.randint(1, 4)), Cutting(None, rng.randint(1, 3))])
+        case = Case(
+            plan=plan,
+            cutting=cutting,
+            method=rng.choice(list(methods)),
+            window=rng.choice([1, 1, 2, 3]),
+            split_backward=rng.random() < 0.3,
+            every_step=every_step,
+            clip=rng.choice([None, 5.0]),
+            scale=scale,
+            frozen=frozenset(layer for layer in range(len(plan.layers)) if rng.random() < 0.15),
+            poison={
+                step: frozenset(node for node in plan.nodes() if rng.random() < 0.3)
+                for step in range(30)
+                if rng.random() < 0.15
+            },
+        )
+        options = {
+            "every": "step" if every_step else "round",
+            "clip_norm": case.clip,
+            "loss_scale": "dynamic" if scale.value != 1 else None,
+            "split_backward": case.split_backward,
+            "window": case.window,
+            "micros": cutting.micros or 2,
+        }
+        try:
+            check(case.method, plan, options)
+        except ScheduleError:
+            continue
+        if case.method != "interleaved":
+            return case
+
+
+def draw_sizes(rng: Random, devices: Sequence[str]) -> dict[str, list[int]]:
+    """Samples in each batch, by device: unequal, of some devices none."""
+    while True:
+        sizes = {d: [rng.randint(1, 5) for _ in range(rng.choice([0, 1, 2, 3, 3]))] for d in devices}
+        if any(sizes.values()):
+            return sizes
+
+
+# --- the same in one process ----------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Every replica's weights, updated step by step by the rules of DESIGN's "What a step computes"."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plan = case, case.plan
+        self.weights = {(n, la): initial(la) for la, nodes in self.plan.replicas().items() for n in nodes}
+        self.total: dict[tuple[str, int], float] = defaultdict(float)
+        self.shared = {la: nodes for la, nodes in self.plan.replicas().items() if len(nodes) > 1}
+
+    def pieces(self, samples: int) -> list[tuple[int, int]]:
+        """Near-equal, the larger first; or of a given size."""
+        size, parts = self.case.cutting.micro_batch_size, self.case.cutting.micros
+        if size is not None:
+            return [(a, min(a + size, samples)) for a in range(0, samples, size)]
+        parts = min(parts or 1, samples)
+        lengths = [samples // parts + (i < samples % parts) for i in range(parts)]
+        return [(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(parts)]
+
+    def run(self, device: str, epoch: int, index: int, start: int, stop: int) -> tuple[int, list[tuple[str, int, int]]]:
+        """Return the output of a micro-batch, and (node, layer, input) on the way."""
+        x, passed = number("x", device, epoch, index, start, stop), []
+        for node, first, end in self.plan.route(device).stages:
+            for layer in range(first, end):
+                passed.append((node, layer, x))
+                x = through(layer, self.weights[node, layer], x)
+        return x, passed
+
+    def evaluate(self, draft: Draft) -> dict[str, tuple[float, float]]:
+        found = {}
+        for device, share in draft.shares.items():
+            totals = [0.0, 0.0]
+            for start, stop in self.pieces(share.samples):
+                where = (device, share.epoch, share.index, start, stop)
+                totals[0] += self.run(*where)[0] % 101
+                totals[1] += weight_of(*where)
+            found[device] = (totals[0], totals[1])
+        return found
+
+    def step(self, draft: Draft, clip: float) -> tuple[bool, float, float, float]:
+        """Train a step. Returns whether it counts, its loss sum and weight, and the global norm."""
+        grads: dict[tuple[str, int], int] = {}
+        weights: dict[tuple[str, int], float] = defaultdict(float)
+        loss = total = 0.0
+        nodes = {stage.node for device in draft.shares for stage in self.plan.route(device).stages}
+        for device, share in draft.shares.items():
+            for start, stop in self.pieces(share.samples):
+                where = (device, share.epoch, share.index, start, stop)
+                output, passed = self.run(*where)
+                gradient = loss_of(output, number("y", *where))
+                loss += gradient % 997
+                total += weight_of(*where)
+                for node, layer, x in reversed(passed):
+                    if layer not in self.case.frozen:
+                        grads[node, layer] = (grads.get((node, layer), 0) + gradient * x) & MASK
+                    gradient = (gradient * (2 * self.weights[node, layer] + 1)) & MASK
+                    weights[node, layer] += weight_of(*where)
+        if self.case.every_step:
+            nodes |= {node for holders in self.shared.values() for node in holders}
+        if nodes & self.case.poison.get(draft.step, frozenset()):
+            return False, loss, total, math.nan
+        norm = self.norm(grads, weights)
+        if self.case.every_step:
+            for layer, holders in self.shared.items():
+                whole = [grads[n, layer] for n in holders if (n, layer) in grads]
+                weight = sum(weights[n, layer] for n in holders)
+                for n in holders:
+                    if whole:
+                        grads[n, layer] = sum(whole) & MASK
+                    weights[n, layer] = weight
+        for key, gradient in grads.items():
+            if weights[key]:
+                self.weights[key] = updated(self.weights[key], gradient, weights[key], draft.lr, clip)
+        for key, weight in weights.items():
+            self.total[key] += weight
+        return True, loss, total, norm
+
+    def norm(self, grads: Mapping[tuple[str, int], int], weights: Mapping[tuple[str, int], float]) -> float:
+        square = 0.0
+        for layer, holders in self.plan.replicas().items():
+            held = [n for n in holders if weights.get((n, layer)) and (n, layer) in grads]
+            total = sum(weights.get((n, layer), 0.0) for n in holders)
+            if not held or not total:
+                continue
+            if self.case.every_step and layer in self.shared:
+                square += ((sum(grads[n, layer] for n in held) & MASK) / total / self.case.scale.value) ** 2
+            else:
+                square += sum(weights[n, layer] * square_of(grads[n, layer]) for n in held) / total
+        return math.sqrt(square)
+
+    def aggregate(self) -> dict[int, int]:
+        """A layer's replicas become one, a mix in which each counts by its weight; the round's weights begin anew."""
+        mixed = {}
+        for layer, nodes in self.shared.items():
+            mixed[layer] = mix([(self.total[n, layer], self.weights[n, layer]) for n in nodes])
+            self.weights |= {(n, layer): mixed[layer] for n in nodes}
+        self.total.clear()
+        return mixed
+
+
+def mix(held: Sequence[tuple[float, int]]) -> int:
+    return sum((int(weight) + 1) * (2 * i + 1) * value for i, (weight, value) in enumerate(held)) & MASK
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def drafts_of(rng: Random, agenda: Agenda, devices: Sequence[str]) -> list[Draft]:
+    taking_part = sorted(rng.sample(list(devices), rng.randint(1, len(devices))))
+    if rng.random() < 0.5:
+        return agenda.round(taking_part, epochs=1)
+    if not any(agenda.sizes[device] for device in taking_part):
+        return []
+    return agenda.round(taking_part, steps=rng.randint(1, 4))
+
+
+def in_pieces(rng: Random, drafts: list[Draft]) -> list[list[Draft]]:
+    at = rng.randint(0, len(drafts)) if rng.random() < 0.3 else 0
+    return [drafts[:at], drafts[at:]] if at else [drafts]
+
+
+def aggregate(fleet: Fleet, oracle: Oracle) -> None:
+    """Fetch, compare with the oracle, mix the replicas, load."""
+    nodes = fleet.case.plan.nodes()
+    held = {node: reply for node, reply in fleet.ask("fetch", {node: ({}, {}) for node in nodes}).items()}
+    values = {(node, int(name)): value for node in nodes for name, value in unwrap(held[node]).items()}
+    weights = {(node, layer): w for node in nodes for layer, w in held[node].meta["weights"]}
+    assert values == oracle.weights
+    assert {key: w for key, w in weights.items() if w} == {key: w for key, w in oracle.total.items() if w}
+    if fleet.case.every_step:
+        assert all(len({values[n, layer] for n in ns}) == 1 for layer, ns in fleet.case.plan.replicas().items())
+    mixed = oracle.aggregate()
+    mine = {n: {str(la): v for la, v in mixed.items() if n in oracle.shared[la]} for n in nodes}
+    fleet.ask("load", {node: ({"reset_round": True}, wrap(**mine[node])) for node in nodes})
+
+
+def compare(fleet: Fleet, oracle: Oracle, drafts: Sequence[Draft], done: Sequence[StepDone]) -> None:
+    """Replay the drafts and compare what was said of each step."""
+    assert [step.step for step in done] == [draft.step for draft in drafts]
+    for draft, step in zip(drafts, done, strict=True):
+        clip = fleet.clips.get(draft.step, 1.0)
+        counts, loss, total, norm = oracle.step(draft, clip)
+        assert step.applied == counts
+        assert step.samples == sum(share.samples for share in draft.shares.values())
+        assert step.weight == total
+        if counts:
+            assert step.loss == loss / total if total else math.isnan(step.loss)
+            if fleet.case.clip is not None:
+                assert clip == pytest.approx(min(1.0, fleet.case.clip / (norm + 1e-6)), rel=1e-9)
+
+
+def simulate(seed: int, methods: Sequence[str], rounds: int = 3) -> Fleet:
+    rng = Random(seed)
+    case = draw_case(rng, methods)
+    fleet, oracle = Fleet(case, rng), Oracle(case)
+    devices = [r.device for r in case.plan.routes]
+    agenda = Agenda(draw_sizes(rng, devices), lambda step: 1 + step % 3)
+    test_sizes = draw_sizes(rng, devices)
+    for _ in range(rounds):
+        drafts = drafts_of(rng, agenda, devices)
+        compare(fleet, oracle, drafts, fleet.train(*in_pieces(rng, drafts)))
+        if rng.random() < 0.4:
+            tests = list(evaluation(test_sizes, agenda.step))
+            found = fleet.train(tests, evaluate=True)
+            assert [{d: v["m"] for d, v in step.metrics.items()} for step in found] == [
+                oracle.evaluate(draft) for draft in tests
+            ]
+        if rng.random() < 0.8:
+            aggregate(fleet, oracle)
+    aggregate(fleet, oracle)
+    fleet.settle()
+    for node in fleet.nodes.values():
+        assert not (node.engine.undo or node.engine.live or node.engine.sums or node.engine.pending)
+    return fleet
+
+
+SYNCHRONOUS = [name for name, method in METHODS.items() if method.synchronous]
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_any_fleet_under_any_delays_computes_what_one_process_does(block: int) -> None:
+    for seed in range(40 * block, 40 * block + 40):
+        try:
+            simulate(seed, SYNCHRONOUS)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
