@@ -254,12 +254,16 @@ class Coordinator:
             return self._close_asynchronous(entry)
         sums, weights = self._add_replicas(entry)
         finite = all(r.finite for r in entry.reports.values()) and all(np.isfinite(a).all() for a in sums.values())
+        scale = self.loss_scale.value
+        clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
         if not finite:
             return [*self._skip(entry, now, searching), self._done(entry, applied=False)]
         self._skipped_in_row = 0
-        commit = Commit(entry.step.step, True, self._clip(entry, sums, weights), self.loss_scale.value)
-        return [*self._commit(entry, commit, sums, weights), self._done(entry, applied=True)]
+        commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
+        # A new scale is news to nodes that sat this step out too.
+        to = entry.participants if commit.loss_scale == scale else self._nodes
+        return [*self._commit(to, commit, sums, weights), self._done(entry, applied=True)]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
@@ -344,14 +348,14 @@ class Coordinator:
 
     def _commit(
         self,
-        entry: _Open,
+        nodes: Sequence[str],
         commit: Commit,
         sums: Mapping[str, np.ndarray[Any, Any]],
         weights: Mapping[int, float],
     ) -> list[Effect]:
         effects: list[Effect] = []
-        for node in entry.participants:
-            layers = {layer for layer, nodes in self._shared.items() if node in nodes}
+        for node in nodes:
+            layers = {layer for layer, holders in self._shared.items() if node in holders}
             mine = {name: a for name, a in sums.items() if int(name.partition("/")[0]) in layers}
             meta = {**commit.meta(), "weights": [[layer, weights[layer]] for layer in sorted(layers)]}
             effects.append(self._send(node, "commit", meta, pack(mine, "raw")))

@@ -24,7 +24,7 @@ _OPS = ("F", "B", "I", "W")
 SLACK = 0.5
 """The real work may take this part of its target."""
 
-IN_A_ROW = 3
+IN_A_ROW = 5
 """So many actions of one op and stage beyond it are an error: fewer are this machine's other work."""
 
 
@@ -155,7 +155,7 @@ class Emulator:
         """Let time pass until an action that began at ``start`` has taken its target.
 
         Raises:
-            RunError: the real work took more than half of the target, the third time in a row.
+            RunError: the real work took more than half of the target, for :data:`IN_A_ROW` actions in a row.
         """
         target = self.target(run)
         if not target:

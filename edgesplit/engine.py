@@ -53,7 +53,7 @@ class Engine:
         self.store = self._make_store()
         self._begun: list[int] = []  # steps not settled, in order
         self._adopted: int | None = None
-        self._skipped = 0
+        self._skipped: dict[tuple[int, int], int] = {}
 
     def _make_store(self) -> LayerStore:
         a, kit = self.assignment, self.kit
@@ -284,9 +284,7 @@ class Engine:
         if work.evaluate:
             return Outcome(report=Report(step))
         if not self.method.synchronous:
-            skipped = sum(policy.skipped for policy in self._policies.values())
-            news, self._skipped = skipped - self._skipped, skipped
-            return Outcome(report=Report(step, skipped=news, culprit=None))
+            return Outcome(report=self._skips(step))
         if step not in self._begun:
             self._begin(work.step)
         told = self.store.report(step, self.loss_scale)
@@ -294,6 +292,17 @@ class Engine:
         layers = {index[name]: pair for name, pair in told.layers.items()}
         report = Report(step, told.finite, layers, culprit=told.nonfinite[0] if told.nonfinite else None)
         return Outcome(report=report, arrays=self._sums(step, index))
+
+    def _skips(self, step: int) -> Report:
+        """Report the updates that were left out since the last report, and the first layer that one was of."""
+        news = {
+            span: count
+            for span, policy in sorted(self._policies.items())
+            if (count := policy.skipped - self._skipped.get(span, 0))
+        }
+        self._skipped = {span: policy.skipped for span, policy in self._policies.items()}
+        culprit = self._names[min(news)[0]] if news else None
+        return Report(step, skipped=sum(news.values()), culprit=culprit)
 
     def _sums(self, step: int, index: Mapping[str, int]) -> dict[str, Packed]:
         """Gradient sums of the replicated layers, named ``layer index/parameter``."""
@@ -348,6 +357,7 @@ class Engine:
                 raise FrameError(f"a load message carries {name!r}")
             parts[kind][rest] = array
         self._forget_optimizer(message.meta.get("reset_optimizer") or ())
+        self.loss_scale = float(message.meta.get("loss_scale", self.loss_scale))
         self.store.load(parts["param"], parts["buffer"], parts["optimizer"])
         if message.meta.get("reset_round"):
             self.store.reset_round()

@@ -147,7 +147,7 @@ class NodeMachine:
         self._losses: dict[int, dict[int, tuple[float, float]]] = {}
         self._metrics: dict[int, dict[str, dict[str, tuple[float, float]]]] = {}
         self._commits: dict[int, Message] = {}
-        self._rollbacks: deque[Commit] = deque()
+        self._verdicts: deque[Commit] = deque()  # on steps that are taken back or had no part for this node
         self._requests: deque[Message] = deque()
 
     # -- messages in
@@ -163,8 +163,10 @@ class NodeMachine:
             self._take_sheet(Sheet.of(message.meta))
         elif message.kind == "commit":
             commit = Commit.of(message.meta)
-            if commit.apply:
+            if commit.apply and commit.step in self._left:
                 self._commits[commit.step] = message
+            elif commit.apply:
+                self._verdicts.append(commit)  # a step that passed this node by
             else:
                 self._roll_back(commit, message.term)
         else:
@@ -172,7 +174,7 @@ class NodeMachine:
 
     def _roll_back(self, commit: Commit, term: int) -> None:
         """Drop what was planned from ``commit.step`` on; the engine's part is the next piece of work."""
-        self._rollbacks.append(commit)
+        self._verdicts.append(commit)
         self.term = term
         self._pending = deque(a for a in self._pending if self._micros[a.micro][0].step < commit.step)
         self._live = {key: live for key, live in self._live.items() if self._micros[key[1]][0].step < commit.step}
@@ -184,13 +186,13 @@ class NodeMachine:
         actions = self._forwards(sheet) if sheet.evaluate else self._order(sheet.steps)
         self._pending.extend(actions)
         by_micro = {micro.micro: (step, micro) for step in sheet.steps for micro in step.micros}
-        self._micros.update(by_micro)
         counts: dict[int, int] = {}
         for action in actions:
             number = by_micro[action.micro][0].step
             counts[number] = counts.get(number, 0) + (action.op != "U" or not self.synchronous)
         for step in sheet.steps:
             if step.step in counts:
+                self._micros.update({micro.micro: (step, micro) for micro in step.micros})
                 self._steps.append(step)
                 self._left[step.step] = counts[step.step]
                 if sheet.evaluate:
@@ -209,8 +211,8 @@ class NodeMachine:
 
     def next(self) -> Work | None:
         """Return the next piece of work, or None where something must arrive first. Changes nothing."""
-        if self._rollbacks and not (self._steps and self._steps[0].step < self._rollbacks[0].step):
-            return Settle(self._rollbacks[0])
+        if self._verdicts and not (self._steps and self._steps[0].step < self._verdicts[0].step):
+            return Settle(self._verdicts[0])
         if self._steps:
             step = self._steps[0]
             if self._settled_by_commit(step):
@@ -267,12 +269,15 @@ class NodeMachine:
                 return None
         return Run(action, step, micro, grad=grad, to=to, weight=live.weight, last=last)
 
+    def _step_of(self, action: Action) -> int:
+        return self._micros[action.micro][0].step
+
     @staticmethod
     def _first_of(earlier: Sequence[Action], op: str, action: Action) -> bool:
         return any(a.op == op and a[1:] == action[1:] for a in earlier)
 
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
-        if self.synchronous and any(before.op == "U" for before in earlier):
+        if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
         stages = self._routes[micro.device]
         last = action.stage == len(stages) - 1
@@ -313,6 +318,7 @@ class NodeMachine:
             self._done_settle(work.commit)
             return []
         self._requests.popleft()
+        self.loss_scale = work.message.meta.get("loss_scale", self.loss_scale)
         meta = {"request": work.message.meta.get("request"), **outcome.meta}
         return [self._to_coordinator(f"{work.message.kind}ed", meta, outcome.arrays)]
 
@@ -377,10 +383,10 @@ class NodeMachine:
 
     def _done_settle(self, commit: Commit) -> None:
         self.loss_scale = commit.loss_scale
-        if commit.apply:
+        if self._verdicts and commit is self._verdicts[0]:
+            self._verdicts.popleft()
+        else:
             self._forget(self._steps[0])
-            return
-        self._rollbacks.popleft()
 
     def _forget(self, step: Step) -> None:
         self._steps.remove(step)

@@ -89,7 +89,7 @@ class Agenda:
         """Draw up a round: ``steps`` steps in which every device takes part, or ``epochs`` passes of each device."""
         devices = [device for device in devices if self.sizes[device]]
         if steps is not None:
-            return [self._draft(devices) for _ in range(steps)]
+            return [self._draft(devices) for _ in range(steps if devices else 0)]
         ends = {d: self.done.get(d, 0) + (epochs or 1) * len(self.sizes[d]) for d in devices}
         drafts = []
         while active := [device for device in devices if self.done.get(device, 0) < ends[device]]:

@@ -139,8 +139,12 @@ class Training:
         to = {}
         for node in self.plan.nodes():
             arrays = held[node].arrays if held else self._initial(node)
-            layers = list(self.plan.layers_of(node))
-            to[node] = ({"reset_optimizer": layers, "reset_round": True}, pack(arrays, "raw"))
+            meta = {
+                "reset_optimizer": list(self.plan.layers_of(node)),
+                "reset_round": True,
+                "loss_scale": self.conductor.coordinator.loss_scale.value,
+            }
+            to[node] = (meta, pack(arrays, "raw"))
         self.conductor.ask("load", to)
 
     def _initial(self, node: str) -> Arrays:

@@ -331,9 +331,15 @@ RULES: dict[str, dict[str, Any]] = {
     "momentum": {
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
     },
+    "clipped momentum": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "clip_norm": 0.3},
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.2, "weight_decay": 0.01}},
 }
-FACTORIES: dict[str, Factory] = {"clipped AdamW": adamw, "momentum": momentum, "sgd": sgd}
+FACTORIES: dict[str, Factory] = {
+    "clipped AdamW": adamw,
+    "momentum": momentum,
+    "clipped momentum": lambda named: torch.optim.SGD([param for _, param in named], lr=0.1, momentum=0.9),
+    "sgd": sgd,
+}
 
 
 def seeded(task: Task, seed: int = 0) -> nn.Module:

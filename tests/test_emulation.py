@@ -144,7 +144,7 @@ class Clock:
 def test_an_action_takes_its_target():
     device, clock = emulator("d0"), Clock()
     work = Work(Action("F", 0, 0), Micro(0, "d0", 0, 1))
-    for real in (0.9, 0.9, 0.4, 0.6, 0.6):  # neither a cold start nor a moment's other work is an error
+    for real in (0.9, 0.9, 0.4, 0.6, 0.6, 0.6, 0.6):  # neither a cold start nor a moment's other work is an error
         start = clock.now
         clock.now += real
         device.pace(work, start, clock, clock.sleep)

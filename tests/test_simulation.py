@@ -43,7 +43,7 @@ def route(nodes: Sequence[str], cuts: Sequence[int], layers: int) -> Route:
 
 def draw_plan(rng: Random) -> Plan:
     """A chain, a tree, a U-shape, devices that hold everything, routes of different lengths or cuts, or a loop."""
-    layers = rng.randint(4, 6)
+    layers = rng.randint(5, 7)
     count = rng.randint(2, 4)
     devices = [f"d{i}" for i in range(count)]
     edge = {device: f"e{rng.randrange(2)}" for device in devices}
@@ -54,7 +54,7 @@ def draw_plan(rng: Random) -> Plan:
         case "u":
             paths = {"d0": rng.choice(["d0 c d0", "d0 e c d0"]).split()}
         case "loop":
-            paths = {"d0": rng.choice(["d0 c d0 c", "d0 c d0 c d0", "d0 e c d0"]).split()}
+            paths = {"d0": rng.choice(["d0 c d0 c", "d0 c d0 c d0", "d0 e c d0 e c"]).split()}
         case "tree":
             paths = {d: [d, edge[d], "c"] for d in devices}
         case "star":
@@ -67,6 +67,7 @@ def draw_plan(rng: Random) -> Plan:
             paths = {d: [d] for d in devices}
         case _:
             paths = {d: rng.choice([[d], [d, "c"], [d, edge[d], "c"], [d, "c", d]]) for d in devices}
+    layers = max(layers, *(len(nodes) for nodes in paths.values()), 1)
     same = rng.random() < 0.6
     cuts: dict[int, list[int]] = {}
     routes = []
@@ -309,6 +310,49 @@ def test_any_fleet_under_any_delays_computes_what_one_process_does(block: int) -
     for seed in range(40 * block, 40 * block + 40):
         try:
             simulate(seed, SYNCHRONOUS)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+# --- asynchronous ---------------------------------------------------------------------------------------------------
+
+
+def simulate_asynchronous(seed: int) -> None:
+    """Every update of every micro-batch is made once in every layer on its way, and nothing is left over."""
+    rng = Random(seed)
+    case = draw_case(rng, ["pipedream"])
+    fleet, oracle = Fleet(case, rng), Oracle(case)
+    devices = [r.device for r in case.plan.routes]
+    agenda = Agenda(draw_sizes(rng, devices))
+    wanted: Counter[tuple[str, int, int]] = Counter()
+    for _ in range(3):
+        drafts = drafts_of(rng, agenda, devices)
+        done = fleet.train(*in_pieces(rng, drafts))
+        assert [step.step for step in done] == [draft.step for draft in drafts]
+        for draft, step in zip(drafts, done, strict=True):
+            nodes = set()
+            for device, share in draft.shares.items():
+                for node, start, stop in case.plan.route(device).stages:
+                    nodes.add(node)
+                    for layer in range(start, stop):
+                        wanted[node, draft.step, layer] += len(oracle.pieces(share.samples))
+            assert step.applied == (not nodes & case.poison.get(draft.step, frozenset()))
+        fleet.ask("fetch", {node: ({}, {}) for node in case.plan.nodes()})
+    fleet.settle()
+    found: Counter[tuple[str, int, int]] = Counter()
+    for name, node in fleet.nodes.items():
+        assert set(node.engine.counted.values()) <= {1}
+        found.update((name, step, layer) for _, _, step, layer in node.engine.counted)
+        assert not (node.engine.live or node.engine.pending)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_asynchronous_updates_are_made_once_each(block: int) -> None:
+    for seed in range(30 * block, 30 * block + 30):
+        try:
+            simulate_asynchronous(seed)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from edgesplit.codecs import CODECS
+from edgesplit.data import epoch_order
 from edgesplit.errors import ScheduleError
 from edgesplit.plan import Plan
 from edgesplit.segments import masks
 from edgesplit.segments.base import Samples
-from edgesplit.task import Task
+from edgesplit.task import Shard, Task
 from tests.cases import (
     EXACT,
     FACTORIES,
     RULES,
     Loader,
+    Points,
     apart,
     chain,
     digits,
@@ -27,8 +33,10 @@ from tests.cases import (
     equal,
     homes,
     identical,
+    mlp,
     normed,
     one_process,
+    open_session,
     points_task,
     run,
     seeded,
@@ -350,3 +358,196 @@ def test_buffers_of_replicas_are_averaged_by_weight() -> None:
     want = train_replicas(task, homes(plan, model), rounds, FACTORIES["momentum"], model=model)
     equal(ran, want)
     assert int(ran.weights["norm1.num_batches_tracked"]) == int(want.weights[-1]["norm1.num_batches_tracked"])
+
+
+@pytest.mark.parametrize("every", ["step", "round"])
+def test_an_optimizer_that_only_torch_has_equals_one_process(every: str) -> None:
+    def rmsprop(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop([param for _, param in named], lr=0.01, momentum=0.5, centered=True)
+
+    task = points_task(UNEQUAL if every == "step" else [50], optimizer=rmsprop)
+    plan = tree(task, [1, 4]) if every == "step" else chain(task, [1, 4], ["d1", "e1", "d1"])
+    ran = run(plan, task, every=every, micros=3, batch_size=8, steps_per_round=5)
+    loader = Loader(task, [r.device for r in plan.routes], 8)
+    equal(ran, train_single(task, loader.steps(5), model=seeded(task)))
+
+
+# --- (f) weights of 0, integers, frozen and unused parameters, BatchNorm ---------------------------------------------
+
+IGNORED = -100
+
+
+class Padded(Points):
+    """Points of which only every third has a class, and none of those from ``start`` to ``stop``."""
+
+    def __init__(self, count: int, seed: int, start: int = 0, stop: int = 0) -> None:
+        super().__init__(count, seed)
+        self.y[torch.arange(count) % 3 > 0] = IGNORED
+        self.y[start:stop] = IGNORED
+
+
+def padded_task(train: Callable[[Shard], Any]) -> Task:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert (target != IGNORED).any(), "a micro-batch of weight 0 must not reach the loss"
+        return F.cross_entropy(output, target, ignore_index=IGNORED)
+
+    return points_task(train=train, loss=loss, weight=lambda target: (target != IGNORED).sum(), test=None)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 1}, {"micros": 5, "split_backward": True}])
+@pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"])
+def test_micro_batches_of_weight_0_do_not_count(rule: str, options: dict[str, Any]) -> None:
+    task = padded_task(lambda shard: Padded(20, shard.index, 0, 20 if shard.index == 2 else 0))
+    plan = tree(task, [1, 4])
+    ran = run(plan, task, every="step", batch_size=8, steps_per_round=5, **options, **RULES[rule])
+    equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 8).steps(5)))
+    assert all(step.weight < step.samples / 2 for step in ran.steps)
+
+
+@pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"])
+def test_a_step_of_weight_0_changes_nothing(rule: str) -> None:
+    rows = epoch_order(0, "a", 0, 24)[8:16]
+    data = Padded(24, 0)
+    data.y[rows.tolist()] = IGNORED
+    task = padded_task(lambda shard: data)
+    plan = chain(task, [2], ["a", "b"])
+    with open_session(plan, task, batch_size=8, micros=2, steps_per_round=1, **RULES[rule]) as session:
+        found = []
+        for _ in range(3):
+            session.fit(1)
+            found.append(session.weights())
+    assert [done.skipped for done in session.rounds] == [0, 0, 0]
+    assert identical(found[0], found[1])
+    assert not identical(found[1], found[2])
+
+
+def tokens() -> nn.Module:
+    """Takes a bare integer tensor."""
+    layers = [
+        ("embed", nn.Embedding(50, 6)),
+        ("flat", nn.Flatten()),
+        ("drop", nn.Dropout(0.2)),
+        ("out", nn.Linear(18, 4)),
+    ]
+    return nn.Sequential(OrderedDict(layers)).double()
+
+
+@pytest.mark.parametrize("cuts", [[1, 2], [1, 2, 3]], ids=["tree", "U-shape"])
+def test_integer_inputs(cuts: list[int]) -> None:
+    def train(shard: Shard) -> Any:
+        generator = torch.Generator().manual_seed(shard.index)
+        x = torch.randint(0, 50, (UNEQUAL[shard.index], 3), generator=generator)
+        return torch.utils.data.TensorDataset(x, x.sum(1) % 4)
+
+    task = points_task(model=tokens, train=train, test=None)
+    plan = tree(task, cuts)
+    ran = run(plan, task, every="step", micros=3, batch_size=8, steps_per_round=5, **RULES["clipped AdamW"])
+    equal(ran, one_process(task, "clipped AdamW", Loader(task, [r.device for r in plan.routes], 8).steps(5)))
+
+
+class Spare(nn.Linear):
+    """A linear layer with a parameter that its forward does not use."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+def partly(frozen: Sequence[str]) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        whole = mlp()
+        whole[3] = Spare(10, 10).double()
+        for name, param in whole.named_parameters():
+            param.requires_grad_(not name.startswith(tuple(frozen)))
+        return whole
+
+    return model
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("frozen", [("c.weight",), ("a",), ("a", "c"), ("e",), ("a.bias", "e")], ids="-".join)
+@pytest.mark.parametrize("shape", ["two nodes", "four nodes", "U-shape"])
+def test_frozen_and_unused_parameters_stay_as_they_are(shape: str, frozen: Sequence[str], split: bool) -> None:
+    task = points_task([50], model=partly(frozen))
+    plan = PLANS[shape](task)
+    ran = run(plan, task, split_backward=split, micros=3, batch_size=20, steps_per_round=3, **RULES["clipped AdamW"])
+    equal(ran, one_process(task, "clipped AdamW", Loader(task, [plan.routes[0].device], 20).steps(3)))
+    start = dict(seeded(task).named_parameters())
+    still = [name for name in start if name.startswith(tuple(frozen)) or name.endswith("spare")]
+    assert identical({n: ran.weights[n] for n in still}, {n: start[n] for n in still})
+
+
+@pytest.mark.parametrize("every", ["step", "round"])
+def test_a_frozen_first_layer_on_a_tree(every: str) -> None:
+    task = points_task(UNEQUAL, model=partly(["a"]))
+    plan = tree(task, [1, 4])
+    ran = run(plan, task, every=every, micros=3, batch_size=8, rounds=5, steps_per_round=1, **RULES["sgd"])
+    equal(ran, one_process(task, "sgd", Loader(task, [r.device for r in plan.routes], 8).steps(5)))
+
+
+@pytest.mark.parametrize("shape", PLANS)
+def test_batch_norm_with_whole_batches_equals_one_process(shape: str) -> None:
+    task = points_task([50], model=normed)
+    plan = PLANS[shape](task)
+    ran = run(plan, task, batch_size=20, steps_per_round=5, **RULES["clipped momentum"])
+    equal(ran, one_process(task, "clipped momentum", Loader(task, [plan.routes[0].device], 20).steps(5)))
+
+
+def test_batch_norm_kept_in_evaluation_mode_allows_micro_batches_and_replicas() -> None:
+    def frozen(module: nn.Module) -> None:
+        for part in module.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()
+
+    task = points_task(UNEQUAL, model=normed, train_mode=frozen)
+    plan = tree(task, [2, 4])
+    ran = run(plan, task, every="step", micros=4, batch_size=8, steps_per_round=5, **RULES["momentum"])
+    equal(ran, one_process(task, "momentum", Loader(task, [r.device for r in plan.routes], 8).steps(5)))
+
+
+# --- (g) codecs on links ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["three nodes", "U-shape"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_with_a_codec_it_stays_near(codec: str, shape: str) -> None:
+    """A gradient is a product of values that crossed each cut upwards and downwards, each time with the codec's
+    error; that the model's own slopes and five steps may double it is the margin."""
+    task = points_task([100])
+    plan = PLANS[shape](task)
+    options = {"micros": 4, "batch_size": 48, "steps_per_round": 5, **RULES["momentum"]}
+    exact, start = run(plan, task, **options).weights, dict(seeded(task).named_parameters())
+    coded = run(plan, task, codec={"up": codec, "down": codec}, **options).weights
+    meetings = 2 * (len(plan.routes[0].stages) - 1)
+    assert 0 < distance(coded, exact) <= meetings * 2 * CODECS[codec].error * distance(exact, start)
+
+
+class Pass(nn.Module):
+    """Hands integers on, beside a number that nothing reads."""
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"ids": ids, "noise": ids.double() / 7}
+
+
+class Look(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(70_001, 4)
+
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        return self.table(value["ids"])
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_integers_are_exact_under_every_codec(codec: str) -> None:
+    ids = torch.arange(70_000, 69_960, -1)
+    task = points_task(
+        model=lambda: nn.Sequential(Pass(), Look()).double(),
+        train=lambda shard: torch.utils.data.TensorDataset(ids, ids % 4),
+        test=None,
+    )
+    plan = chain(task, [1], ["a", "b"])
+    options = {"micros": 3, "batch_size": 16, "steps_per_round": 3, **RULES["sgd"]}
+    raw, coded = run(plan, task, **options), run(plan, task, codec={"up": codec, "down": codec}, **options)
+    assert raw.losses == coded.losses
+    assert identical(raw.weights, coded.weights)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgesplit.assembly import Model
+from edgesplit.coordinator import StepDone
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Processes, node_command
 from edgesplit.plan import Plan
@@ -18,12 +19,19 @@ from edgesplit.transport.mqtt import MqttTransport
 
 
 @contextlib.contextmanager
-def processes(url: str, plan: Plan, model: Model, experiment: Experiment) -> Iterator[Session]:
+def processes(
+    url: str,
+    plan: Plan,
+    model: Model,
+    experiment: Experiment,
+    on_step: Callable[[StepDone], None] = lambda done: None,
+) -> Iterator[Session]:
     """Start the plan's nodes as processes of one compute thread each.
 
     Args:
         url: the broker's.
         experiment: the options; its ``task`` is ``module:name``.
+        on_step: called with each step that ends.
     """
     run = f"bench-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
@@ -41,5 +49,6 @@ def processes(url: str, plan: Plan, model: Model, experiment: Experiment) -> Ite
                 transport=transport,
                 fleet=fleet,
                 reference=reference,
+                on_step=on_step,
             )
         )

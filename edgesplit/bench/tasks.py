@@ -59,7 +59,7 @@ def small_cnn_layers() -> list[nn.Module]:
     ]
 
 
-CHAIN_IMAGE = (3, 64, 64)
+CHAIN_IMAGE = (3, 40, 40)
 CHAIN_CUTS = (1, 2)
 """The emulated chain: its images, and the layers with which the second and the third stage begin."""
 
@@ -68,7 +68,7 @@ def chain_layers() -> list[nn.Module]:
     """The layers of the emulated chain's model: three blocks and a classifier."""
     widths = ((3, 16), (16, 32), (32, 48))
     blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in widths]
-    return [*blocks, nn.Sequential(nn.Flatten(), nn.Linear(48 * 8 * 8, 10))]
+    return [*blocks, nn.Sequential(nn.Flatten(), nn.Linear(48 * 5 * 5, 10))]
 
 
 def _task(layers: Callable[[], list[nn.Module]], image: tuple[int, ...]) -> Task:

@@ -72,10 +72,7 @@ class EmbeddedBroker:
 
     def close(self) -> None:
         """End the child process and free its ports; may be called twice."""
-        process = self._broker._process  # noqa: SLF001 - stop() forgets it before its pipe is known to be closed
         self._broker.stop()
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
         self._directory.cleanup()
 
     def __enter__(self) -> Self:

@@ -548,6 +548,7 @@ class MqttTransport:
 
 
 def identify(client: paho.Client, address: Address) -> None:
+    """Give a client the user, password, TLS and websocket path of an address."""
     secret = password()
     if address.user is not None:
         client.username_pw_set(address.user, secret)
