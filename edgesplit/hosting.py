@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from edgesplit.protocol import Assignment
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
+
+LAST_WORDS_S = 1.0
+"""How long a node may take to end by itself after its stdin has closed: at a run's end both happen."""
 
 
 def kit_source(task: str | None) -> Callable[[Assignment], Kit]:
@@ -128,4 +132,5 @@ def _prepare_torch(threads: int, deterministic: bool) -> None:
 def _end_with_stdin() -> None:
     while sys.stdin.buffer.read(4096):
         pass
+    time.sleep(LAST_WORDS_S)
     os._exit(3)  # nobody is left to tell

@@ -33,7 +33,7 @@ LAYERS = [
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
-        "session", "launch", "local", "verify",
+        "session", "launch", "verify", "checking", "doctor",
     },
     {"cli", "bench", "__main__"},
 ]  # fmt: skip
@@ -43,8 +43,19 @@ LAZY = {("topology", "topology_file")}
 """Imports within a function that go up on purpose: ``Topology.load`` fetches pydantic and YAML when it is called."""
 
 HOMES = {
-    "torch": {"splitting", "profiling", "segments.masks", "segments.torch*", "assembly", "evaluation", "hosting"},
-    "paho": {"transport.mqtt"},
+    "torch": {
+        "splitting",
+        "profiling",
+        "segments.masks",
+        "segments.torch*",
+        "assembly",
+        "evaluation",
+        "hosting",
+        "verify",
+        "checking",
+        "bench",
+    },
+    "paho": {"transport.mqtt", "transport.lobby"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

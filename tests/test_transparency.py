@@ -511,8 +511,10 @@ def test_batch_norm_kept_in_evaluation_mode_allows_micro_batches_and_replicas() 
 @pytest.mark.parametrize("shape", ["three nodes", "U-shape"])
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_with_a_codec_it_stays_near(codec: str, shape: str) -> None:
-    """A gradient is a product of values that crossed each cut upwards and downwards, each time with the codec's
-    error; that the model's own slopes and five steps may double it is the margin."""
+    """The bound: a gradient is a product of values that crossed each cut up and down, each time with the codec's error.
+
+    That the model's own slopes and five steps may double it is the margin.
+    """
     task = points_task([100])
     plan = PLANS[shape](task)
     options = {"micros": 4, "batch_size": 48, "steps_per_round": 5, **RULES["momentum"]}

@@ -161,6 +161,9 @@ class IntEngine:
         self.scales: dict[int, set[int]] = defaultdict(set)
         self.counted: Counter[tuple[int, int, int, int]] = Counter()  # asynchronous: (stage, micro, step, layer)
 
+    def machine(self, barrier: bool) -> NodeMachine:
+        return self.case.machine(self.name, barrier)
+
     def execute(self, work: Work) -> Outcome:
         if isinstance(work, Run):
             return {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.finish, "U": self.update}[
@@ -353,9 +356,8 @@ class Fleet:
         self.case, self._rng, self._check = case, rng, check
         self.coordinator = case.coordinator()
         self.barrier, scale = self.coordinator.barrier, self.coordinator.loss_scale.value
-        self.nodes = {
-            name: Node(case.machine(name, self.barrier), engine(name, case, scale)) for name in case.plan.nodes()
-        }
+        engines = {name: engine(name, case, scale) for name in case.plan.nodes()}
+        self.nodes = {name: Node(made.machine(self.barrier), made) for name, made in engines.items()}
         self.now = 0.0
         self.steps: list[StepDone] = []
         self.clips: dict[int, float] = {}
