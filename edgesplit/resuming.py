@@ -78,13 +78,16 @@ def take_up(
 
 def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[str, Held]:
     """What each node of this plan held; of layers that are new to it, what some node held."""
-    everything = {name: array for node in sorted(nodes) for name, array in nodes[node].items()}
+    some = Held({name: array for node in sorted(nodes) for name, array in nodes[node].items()})
     held = {}
     for node in training.plan.nodes():
+        own = Held(dict(nodes.get(node, {})))
         params, buffers = training.names.of(training.plan.layers_of(node))
-        source = Held({**everything, **nodes.get(node, {})})
-        parts = {"param": params, "buffer": buffers, "optimizer": params}
-        held[node] = Held(
-            {f"{kind}/{n}": a for kind, names in parts.items() for n, a in source.part(kind, names).items()}
-        )
+        known = own.part("param").keys() | own.part("buffer").keys()
+        arrays = {}
+        # A layer that it had without optimizer state has had no update there: others' state is not its own.
+        for kind, names in (("param", params), ("buffer", buffers), ("optimizer", params)):
+            parts = own.part(kind, names) | some.part(kind, [name for name in names if name not in known])
+            arrays |= {f"{kind}/{name}": array for name, array in parts.items()}
+        held[node] = Held(arrays)
     return held

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from edgesplit import assembly, checkpoint
+from edgesplit import assembly
 from edgesplit.assembly import Model, build_model
+from edgesplit.bringup import assign, make_conductor, make_federation, make_training
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
-from edgesplit.conductor import Conductor
-from edgesplit.coordinator import Coordinator, LossScale, StepDone
-from edgesplit.emulation import describe as emulated_part
-from edgesplit.errors import ExperimentError, NodeLost, RunError, TransportTimeout, did_you_mean
+from edgesplit.coordinator import StepDone
+from edgesplit.errors import ExperimentError, NodeLost, RunError, TransportTimeout
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
-from edgesplit.federated import Federation
 from edgesplit.fleet import Fleet, Threads
-from edgesplit.methods import check
+from edgesplit.keeping import Keeper
 from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
 from edgesplit.plan import Plan
-from edgesplit.resuming import snapshot, take_up
-from edgesplit.sheets import Agenda, Cutting
 from edgesplit.splitting import load_weights
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
-from edgesplit.training import Names, RoundDone, Training, one_step
+from edgesplit.training import RoundDone, one_step
 from edgesplit.transport.base import Transport
 from edgesplit.transport.memory import MemoryTransport
 
@@ -95,118 +90,40 @@ class Session:
         self.plan, self.task = plan, task
         self.experiment = experiment or options(**keywords)
         self.model = model or build_model(task, self.experiment)
-        self.directory, self.callbacks = directory, list(callbacks)
+        self.callbacks = list(callbacks)
         self._also_on_step = on_step
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
-        self.best: Mapping[str, Any] | None = None
         self._given = self._resumed = 0
         self._closed = False
         assembly.check_placement(self.model, plan)
-        self._method = assembly.method_for(self.experiment, plan, self.model)
+        method = assembly.method_for(self.experiment, plan, self.model)
         memory = MemoryTransport()
         self._transport = transport or memory
         self._fleet = fleet or Threads(lambda node: memory, lambda assignment: self.model.kit)
-        self._federation = self._make_federation(strategy)
-        self._conductor = self._make_conductor()
-        self.training = self._make_training()
-        self._check_strategy()
-        self._check_best()
+        self._keeper = Keeper(directory, self.experiment, list(task.metrics))
+        self._federation = make_federation(self.experiment, plan, strategy)
+        self._conductor = make_conductor(
+            self.experiment,
+            plan,
+            self.model,
+            method,
+            transport=self._transport,
+            recorder=self.recorder,
+            watch=self._fleet.watch,
+        )
+        self.training = make_training(
+            self._conductor, self.experiment, plan, self.model, self._federation, self._on_step
+        )
+        if self._federation is not None:
+            self._federation.check(self.training.groups(), checkpoint=self._keeper.saves)
         try:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
-            self._assign(reference or {})
+            assign(self.training, self.model, method, reference or {})
         except BaseException as error:
             self._fail(error)
             raise
-
-    # -- assembly
-
-    def _make_federation(self, strategy: Any) -> Federation | None:
-        federation = self.experiment.federation
-        if federation.every == "step" or all(len(nodes) == 1 for nodes in self.plan.replicas().values()):
-            if strategy is not None:
-                raise ExperimentError("a strategy has no effect here: no layer has replicas, or every is 'step'")
-            return None
-        if strategy is not None:
-            return Federation(strategy)
-        return Federation(federation.strategy, federation.strategy_args)
-
-    def _check_strategy(self) -> None:
-        if self._federation is not None:
-            saving = self.directory is not None and self.experiment.checkpoint.every > 0
-            self._federation.check(self.training.groups(), checkpoint=saving)
-
-    def _make_conductor(self) -> Conductor:
-        e = self.experiment
-        scale = LossScale()
-        if e.loss_scale == "dynamic":
-            scale = LossScale(65536.0, dynamic=True)
-        elif e.loss_scale != "off":
-            scale = LossScale(float(e.loss_scale))
-        coordinator = Coordinator(
-            self.plan,
-            Cutting(e.pipeline.micros, e.pipeline.micro_batch_size),
-            synchronous=self._method.synchronous,
-            add_replicas=e.federation.every == "step",
-            clip_norm=assembly.clip_norm(self.task, e),
-            loss_scale=scale,
-            max_skipped=e.max_skipped,
-            step_timeout=e.timeouts.step_s,
-        )
-        return Conductor(coordinator, self._transport, self.recorder, watch=self._fleet.watch)
-
-    def _make_training(self) -> Training:
-        params, buffers = self.model.weights()
-        names = Names(self.model.kit.params, self.model.kit.buffers)
-        return Training(
-            self._conductor,
-            self.plan,
-            self.experiment,
-            names,
-            self._federation,
-            params,
-            buffers,
-            on_step=self._on_step,
-        )
-
-    def _assign(self, reference: Mapping[str, Any]) -> None:
-        coordinator = self._conductor.coordinator
-        topology = Topology.from_dict(self.plan.topology) if self.plan.topology is not None else None
-        told = assembly.assignments(
-            self.model,
-            self.plan,
-            self.experiment,
-            self._method,
-            barrier=coordinator.barrier,
-            loss_scale=coordinator.loss_scale.value,
-            reference=reference,
-            configs={name: node.config for name, node in topology.nodes.items()} if topology else {},
-            emulate=self._emulated(topology),
-        )
-        replies = self._conductor.ask("assign", {node: (a.meta(), {}) for node, a in told.items()})
-        sizes = {node: reply.meta.get("sizes", {}) for node, reply in replies.items()}
-        devices = [route.device for route in self.plan.routes]
-        self.training.test_sizes = {device: list(sizes[device].get("test", [])) for device in devices}
-        training_sizes = {device: list(sizes[device].get("train", [])) for device in devices}
-        self._check_cutting(training_sizes)
-        self.training.agenda = agenda = Agenda(training_sizes)
-        rounds = self.experiment.rounds
-        agenda.lr = assembly.lr_of(self.task, self.experiment, self.training.total_steps(rounds))
-        self.training.load()
-
-    def _check_cutting(self, sizes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse, before the first step, a batch (such as a short last one) that the method cannot carry."""
-        cutting = self._conductor.coordinator.cutting
-        for samples in sorted({size for batches in sizes.values() for size in batches}):
-            check(self._method, self.plan, {"micros": len(cutting.bounds(samples))})
-
-    def _emulated(self, topology: Topology | None) -> dict[str, dict[str, Any]] | None:
-        if not self.experiment.emulate:
-            return None
-        if topology is None or self.plan.profile is None:
-            raise ExperimentError("emulate needs a topology and a profile: plan with es.plan(task, topology)")
-        return {node: emulated_part(node, self.plan, self.plan.profile, topology) for node in self.plan.nodes()}
 
     # -- driving
 
@@ -244,43 +161,18 @@ class Session:
 
     def _round(self, number: int) -> RoundDone:
         e = self.experiment
-        saving = self.directory is not None and e.checkpoint.every > 0 and number % e.checkpoint.every == 0
-        done = self.training.round(number, optimizer=saving)
+        done = self.training.round(number, optimizer=self._keeper.due(number))
         if e.evaluate.every and (number % e.evaluate.every == 0 or number == e.rounds):
             metrics: dict[str, float] = {}
             for place in e.evaluate.where:
                 metrics |= self.evaluate(place)
-            done = RoundDone(done.number, done.steps, done.loss, done.samples, done.seconds, done.skipped, metrics)
+            done = replace(done, metrics=metrics)
         self.rounds.append(done)
-        self._keep_best(done)
-        if saving and self.directory is not None:
-            path = self._save(number, self.directory)
+        self._keeper.note(done, self.training)
+        if self._keeper.due(number) and (path := self._keeper.save(number, self.training, self._federation)):
             for callback in self.callbacks:
                 callback.on_checkpoint(path)
         return done
-
-    def _check_best(self) -> None:
-        best, known = self.experiment.evaluate.best, [*self.task.metrics, "loss"]
-        if best is not None and best not in known:
-            near = did_you_mean(best, known)
-            raise ExperimentError(f"evaluate.best is {best!r}, the metrics are {', '.join(known)}{near}")
-
-    def _keep_best(self, done: RoundDone) -> None:
-        """Keep the weights of the best round so far: the highest metric, or the lowest loss."""
-        name = self.experiment.evaluate.best
-        value = done.metrics.get(f"test/{name}")
-        if name is None or value is None or math.isnan(value):
-            return
-        better = self.best is None or (value < self.best["value"] if name == "loss" else value > self.best["value"])
-        if better:
-            self.best = {"name": name, "value": value, "round": done.number}
-            if self.directory is not None:
-                checkpoint.save_model(self.directory / "best.safetensors", self.weights())
-
-    def _save(self, number: int, directory: Path) -> Path:
-        coordinator = self._conductor.coordinator
-        found = snapshot(number, self.experiment, coordinator, self.training, self._federation, self.best)
-        return checkpoint.save(directory / "checkpoints", found, self.experiment.checkpoint.keep)
 
     def step(self, batch: Any) -> float:
         """Train one step on a batch given by hand and return its loss.
@@ -353,8 +245,7 @@ class Session:
         Raises:
             RunError: the checkpoint is damaged, or of another model or seed.
         """
-        position = take_up(path, self.experiment, self._conductor.coordinator, self.training, self._federation)
-        self._resumed, self.best = position.round, position.best
+        self._resumed = self._keeper.resume(path, self.training, self._federation)
 
     # -- what can be seen
 
@@ -362,6 +253,11 @@ class Session:
     def hellos(self) -> Mapping[str, Mapping[str, Any]]:
         """What each node said of itself when it joined."""
         return self._conductor.hellos
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """The best round so far by ``evaluate.best``: its name, value and round."""
+        return self._keeper.best
 
     def links(self) -> dict[str, int]:
         """Payload bytes sent so far, ``a->b`` -> bytes, as the nodes last told."""

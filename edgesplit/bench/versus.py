@@ -72,7 +72,15 @@ class Peer:
         for rank in range(2):
             with (folder / f"{rank}.log").open("w") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "edgesplit.bench.gloo", str(rank), str(folder / "store"), method, str(MICROS)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "edgesplit.bench.gloo",
+                        str(rank),
+                        str(folder / "store"),
+                        method,
+                        str(MICROS),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -106,7 +114,9 @@ class Peer:
 
     def _lost(self, rank: int) -> RunError:
         lines = (self._folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
-        return RunError(f"rank {rank} of torch.distributed.pipelining ended: {lines[-1] if lines else 'no reason given'}")
+        return RunError(
+            f"rank {rank} of torch.distributed.pipelining ended: {lines[-1] if lines else 'no reason given'}"
+        )
 
     def close(self) -> None:
         """End the ranks."""
@@ -168,7 +178,9 @@ def check_same_work(ours: float, theirs: float) -> None:
         RunError: the losses after as many steps from the same weights on the same batches differ.
     """
     if not abs(ours - theirs) <= SAME_LOSS * max(abs(theirs), 1e-3):
-        raise RunError(f"after the same steps our loss is {ours:.6g} and the peer's {theirs:.6g}: they did not do the same")
+        raise RunError(
+            f"after the same steps our loss is {ours:.6g} and the peer's {theirs:.6g}: they did not do the same"
+        )
 
 
 def versus(url: str, say: Callable[[str], None]) -> tuple[list[Figure], Mapping[str, Any]]:

@@ -1,0 +1,135 @@
+"""Brings up a run: the coordinator's parts are made, the nodes are told theirs, and what they have is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from edgesplit import assembly
+from edgesplit.assembly import Model
+from edgesplit.conductor import Conductor
+from edgesplit.coordinator import Coordinator, LossScale, StepDone
+from edgesplit.emulation import describe as emulated_part
+from edgesplit.errors import ExperimentError, RunError
+from edgesplit.experiment import Experiment
+from edgesplit.federated import Federation
+from edgesplit.methods import Method, check
+from edgesplit.observe.recorder import Recorder
+from edgesplit.plan import Plan
+from edgesplit.sheets import Agenda, Cutting
+from edgesplit.topology import Topology
+from edgesplit.training import Names, Training
+from edgesplit.transport.base import Message, Transport
+
+FIRST_LOSS_SCALE = 65536.0
+"""Where a dynamic loss scale begins its search, as torch's does."""
+
+
+def make_federation(experiment: Experiment, plan: Plan, strategy: Any) -> Federation | None:
+    """Return what aggregates replicas between rounds, or None where there is nothing to aggregate.
+
+    Args:
+        strategy: a Flower strategy object in place of the experiment's.
+
+    Raises:
+        ExperimentError: a strategy object that would have no effect.
+    """
+    federation = experiment.federation
+    if federation.every == "step" or all(len(nodes) == 1 for nodes in plan.replicas().values()):
+        if strategy is not None:
+            raise ExperimentError("a strategy has no effect here: no layer has replicas, or every is 'step'")
+        return None
+    if strategy is not None:
+        return Federation(strategy)
+    return Federation(federation.strategy, federation.strategy_args)
+
+
+def make_conductor(
+    experiment: Experiment,
+    plan: Plan,
+    model: Model,
+    method: Method,
+    *,
+    transport: Transport,
+    recorder: Recorder,
+    watch: Callable[[], None],
+) -> Conductor:
+    """Return the coordinator in its shell."""
+    scale = LossScale()
+    if experiment.loss_scale == "dynamic":
+        scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
+    elif experiment.loss_scale != "off":
+        scale = LossScale(float(experiment.loss_scale))
+    coordinator = Coordinator(
+        plan,
+        Cutting(experiment.pipeline.micros, experiment.pipeline.micro_batch_size),
+        synchronous=method.synchronous,
+        add_replicas=experiment.federation.every == "step",
+        clip_norm=assembly.clip_norm(model.task, experiment),
+        loss_scale=scale,
+        max_skipped=experiment.max_skipped,
+        step_timeout=experiment.timeouts.step_s,
+    )
+    return Conductor(coordinator, transport, recorder, watch=watch)
+
+
+def make_training(
+    conductor: Conductor,
+    experiment: Experiment,
+    plan: Plan,
+    model: Model,
+    federation: Federation | None,
+    on_step: Callable[[StepDone], None],
+) -> Training:
+    """Return the rounds of the run."""
+    params, buffers = model.weights()
+    names = Names(model.kit.params, model.kit.buffers)
+    return Training(conductor, plan, experiment, names, federation, params, buffers, on_step=on_step)
+
+
+def assign(training: Training, model: Model, method: Method, reference: Mapping[str, Any]) -> None:
+    """Tell every node its part, learn what data the devices have, and give the nodes their weights.
+
+    Raises:
+        EdgesplitError: a node refuses, or the method cannot carry a batch that a device has.
+    """
+    conductor, plan, experiment = training.conductor, training.plan, training.experiment
+    topology = Topology.from_dict(plan.topology) if plan.topology is not None else None
+    told = assembly.assignments(
+        model,
+        plan,
+        experiment,
+        method,
+        barrier=conductor.coordinator.barrier,
+        loss_scale=conductor.coordinator.loss_scale.value,
+        reference=reference,
+        configs={name: node.config for name, node in topology.nodes.items()} if topology else {},
+        emulate=_emulated(plan, topology) if experiment.emulate else None,
+    )
+    replies = conductor.ask("assign", {node: (a.meta(), {}) for node, a in told.items()})
+    devices = [route.device for route in plan.routes]
+    sizes = {device: _sizes(replies[device], "train") for device in devices}
+    training.test_sizes = {device: _sizes(replies[device], "test") for device in devices}
+    _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
+    training.agenda = agenda = Agenda(sizes)
+    agenda.lr = assembly.lr_of(model.task, experiment, training.total_steps(experiment.rounds))
+    training.load()
+
+
+def _sizes(reply: Message, part: str) -> list[int]:
+    sizes = (reply.meta.get("sizes") or {}).get(part)
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise RunError(f"{reply.sender!r} did not say how many samples it has: run the same version everywhere")
+    return sizes
+
+
+def _check_cutting(cutting: Cutting, method: Method, plan: Plan, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse, before the first step, a batch (such as a short last one) that the method cannot carry."""
+    for samples in sorted({size for batches in sizes.values() for size in batches}):
+        check(method, plan, {"micros": len(cutting.bounds(samples))})
+
+
+def _emulated(plan: Plan, topology: Topology | None) -> dict[str, dict[str, Any]]:
+    if topology is None or plan.profile is None:
+        raise ExperimentError("emulate needs a topology and a profile: plan with es.plan(task, topology)")
+    return {node: emulated_part(node, plan, plan.profile, topology) for node in plan.nodes()}
