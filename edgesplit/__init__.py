@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgesplit.callbacks import Callback
     from edgesplit.errors import (
         CodecError,
         EdgesplitError,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Callback",
     "CodecError",
     "EdgesplitError",
     "Experiment",
@@ -81,6 +83,7 @@ _HOMES = {
         "TransportTimeout",
     ),
     "edgesplit.experiment": ("Experiment",),
+    "edgesplit.callbacks": ("Callback",),
     "edgesplit.methods": ("METHODS", "simulate"),
     "edgesplit.plan": ("Plan",),
     "edgesplit.placement": ("plan",),

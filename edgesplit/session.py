@@ -102,7 +102,6 @@ class Session:
         self._transport = transport or memory
         self._fleet = fleet or Threads(lambda node: memory, lambda assignment: self.model.kit)
         self._keeper = Keeper(directory, self.experiment, list(task.metrics))
-        self._federation = make_federation(self.experiment, plan, strategy)
         self._conductor = make_conductor(
             self.experiment,
             plan,
@@ -113,10 +112,14 @@ class Session:
             watch=self._fleet.watch,
         )
         self.training = make_training(
-            self._conductor, self.experiment, plan, self.model, self._federation, self._on_step
+            self._conductor,
+            self.experiment,
+            plan,
+            self.model,
+            make_federation(self.experiment, plan, strategy),
+            self._on_step,
         )
-        if self._federation is not None:
-            self._federation.check(self.training.groups(), checkpoint=self._keeper.saves)
+        self._check_strategy()
         try:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
@@ -127,16 +130,27 @@ class Session:
 
     # -- driving
 
-    def fit(self, rounds: int | None = None, *, callbacks: Iterable[Callback] = ()) -> list[RoundDone]:
+    def _check_strategy(self) -> None:
+        if self.training.federation is not None:
+            self.training.federation.check(self.training.groups(), checkpoint=self._keeper.saves)
+
+    def fit(
+        self, rounds: int | None = None, *, strategy: Any = None, callbacks: Iterable[Callback] = ()
+    ) -> list[RoundDone]:
         """Train rounds, with evaluation and checkpoints as the experiment says.
 
         Args:
-            rounds: up to which round; None: the experiment's.
+            rounds: how many; None: up to the experiment's last.
+            strategy: a Flower strategy object, from now on.
+            callbacks: beside the session's own.
 
         Raises:
             EdgesplitError: the run cannot go on; says what the other nodes were waiting for.
         """
         self.callbacks += callbacks
+        if strategy is not None:
+            self.training.federation = make_federation(self.experiment, self.plan, strategy)
+            self._check_strategy()
         last = self.experiment.rounds if rounds is None else self.next_round - 1 + rounds
         try:
             for callback in self.callbacks:
@@ -169,7 +183,7 @@ class Session:
             done = replace(done, metrics=metrics)
         self.rounds.append(done)
         self._keeper.note(done, self.training)
-        if self._keeper.due(number) and (path := self._keeper.save(number, self.training, self._federation)):
+        if self._keeper.due(number) and (path := self._keeper.save(number, self.training, self.training.federation)):
             for callback in self.callbacks:
                 callback.on_checkpoint(path)
         return done
@@ -245,7 +259,7 @@ class Session:
         Raises:
             RunError: the checkpoint is damaged, or of another model or seed.
         """
-        self._resumed = self._keeper.resume(path, self.training, self._federation)
+        self._resumed = self._keeper.resume(path, self.training, self.training.federation)
 
     # -- what can be seen
 

@@ -120,7 +120,7 @@ class Training:
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
         self.participation: dict[str, int] = {}
-        self._federation = federation
+        self.federation = federation
         self._groups = groups_of(plan)
         self._shared = {key: g for key, g in self._groups.items() if len(g[1]) > 1 and self._takes_part(g[1])}
 
@@ -226,8 +226,8 @@ class Training:
             self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
             return [self._reply(request) for request in requests]
 
-        if self._federation is not None and self._shared:
-            results = self._federation.run_round(number, self.groups(), train)
+        if self.federation is not None and self._shared:
+            results = self.federation.run_round(number, self.groups(), train)
             self._distribute({key: dict(result.arrays) for key, result in results.items()})
         else:
             train([])
