@@ -10,7 +10,7 @@ from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import EdgesplitError, RunError, TransportError
+from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout
 from edgesplit.kit import Kit
 from edgesplit.node import NodeMachine, Run, Work
 from edgesplit.protocol import Assignment, Send
@@ -81,14 +81,18 @@ class Worker:
             self._wait(inbox)
 
     def _wait(self, inbox: Inbox) -> None:
-        what = self._waiting_for() or "the coordinator"
+        what = self._waiting_for()
         if not self._due:
-            self._receive(inbox.get(self.patience, what))
+            try:
+                self._receive(inbox.get(self.patience, what or "the coordinator"))
+            except TransportTimeout:
+                if what is not None or inbox.failed:  # an idle node waits as long as the coordinator is there: the transport tells
+                    raise
             return
         pause = self._due[0][0] - self._clock()
         if pause > 0:
             try:
-                self._receive(inbox.get(pause, what))
+                self._receive(inbox.get(pause, "an emulated link"))
             except TransportError:
                 if inbox.failed:
                     raise
