@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.errors import NodeLost, RunError, TransportTimeout
+from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Step
@@ -155,6 +155,9 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
+        return [*self._publish(drafts, now, evaluate), *self._close_complete(now)]
+
+    def _publish(self, drafts: Sequence[Draft], now: float, evaluate: bool) -> list[Effect]:
         self._progress_at = now
         opened = []
         for draft in drafts:
@@ -166,6 +169,8 @@ class Coordinator:
         return [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
 
     def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
+        if not step.micros:
+            return ()  # nobody has samples: there is nothing to do or to wait for
         on_route = {place.node for device in step.batches for place in self.plan.route(device).stages}
         if not evaluate:
             on_route |= {node for nodes in self._shared.values() for node in nodes}
@@ -210,7 +215,8 @@ class Coordinator:
         return f"in step {self._open[0].step.step}" if self._open else "between two steps"
 
     def _reply(self, message: Message, now: float) -> list[Effect]:
-        request = self._requests.get(message.meta.get("request", 0))
+        wanted = message.meta.get("request")
+        request = self._requests.get(wanted) if isinstance(wanted, int) else None
         if request is None or message.sender not in request.nodes:
             return []
         self._progress_at = now
@@ -237,18 +243,28 @@ class Coordinator:
         if message.term != self.term:
             return []
         report = Report.of(message.meta)
+        self._check_sums(message)
         for entry in self._open:
             if entry.step.step == report.step and message.sender in entry.participants:
                 entry.reports[message.sender] = report
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
+        return self._close_complete(now)
+
+    def _check_sums(self, message: Message) -> None:
+        known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
+        for name in message.arrays:
+            if name.partition("/")[0] not in known:
+                raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
+
+    def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         while self._open and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
         return effects
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
-        if entry.evaluate:
+        if entry.evaluate or not entry.participants:
             return [self._done(entry, applied=True)]
         if not self.synchronous:
             return self._close_asynchronous(entry)
@@ -299,11 +315,12 @@ class Coordinator:
             return [*effects, Failed(self._not_finite(entry))]
         again = [later.draft for later in self._open]
         self._open.clear()
-        return [*effects, *(self.issue(again, now) if again else [])]
+        return [*effects, *(self._publish(again, now, evaluate=False) if again else [])]
 
     def _not_finite(self, entry: _Open) -> RunError:
-        culprits = [(node, r.culprit) for node, r in entry.reports.items() if r.culprit is not None]
-        node, layer = culprits[-1] if culprits else (entry.participants[-1], None)
+        reports = [(node, entry.reports[node]) for node in entry.participants]  # not in the order of their arrival
+        bad = [(node, report.culprit) for node, report in reports if report.skipped or not report.finite]
+        node, layer = bad[0] if bad else (entry.participants[-1], None)
         where = f"layer {layer!r} on {node!r}" if layer else f"{node!r}"
         first = entry.step.step - self.max_skipped + 1
         return RunError(
@@ -322,6 +339,8 @@ class Coordinator:
                 if layer in weights:
                     weights[layer] += weight
             for name, array in unpack(entry.arrays[node]).items():
+                if name in sums and (sums[name].shape, sums[name].dtype) != (array.shape, array.dtype):
+                    raise FrameError(f"the sum of {name!r} of {node!r} has another shape or dtype than other replicas'")
                 sums[name] = sums[name] + array if name in sums else array
         return sums, weights
 

@@ -89,9 +89,9 @@ def run_nodes(
     Raises:
         EdgesplitError: the first node's that failed.
     """
-    _prepare_torch(threads, deterministic)
-    if local:
+    if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
+    _prepare_torch(threads, deterministic)
     if run is None:
         run = find_run(broker, prefix=prefix)
     kit = kit_source(task)

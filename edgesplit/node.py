@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgesplit.codecs import Packed
+from edgesplit.errors import FrameError
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
@@ -135,6 +136,7 @@ class NodeMachine:
         self.term = 0
         self.loss_scale = 1.0
         self._order = order
+        self._nodes = frozenset(plan.nodes())
         self._routes = {route.device: route.stages for route in plan.routes}
         self._pending: deque[Action] = deque()
         self._held: dict[Key, Message] = {}
@@ -155,7 +157,7 @@ class NodeMachine:
     def receive(self, message: Message) -> None:
         """Take a message. Raises FrameError where a control message is malformed."""
         if message.kind in DATA_KINDS:
-            if message.term >= self.term:
+            if message.term >= self.term and message.sender in self._nodes:
                 self._held[message.kind, message.stage, message.micro, message.slice] = message
         elif message.sender != COORDINATOR or message.term < self.term:
             return
@@ -183,6 +185,8 @@ class NodeMachine:
         self._held = {key: message for key, message in self._held.items() if message.term >= term}
 
     def _take_sheet(self, sheet: Sheet) -> None:
+        if strange := {device for step in sheet.steps for device in step.batches} - set(self._routes):
+            raise FrameError(f"a sheet message is malformed: device {min(strange)!r} has no route")
         actions = self._forwards(sheet) if sheet.evaluate else self._order(sheet.steps)
         self._pending.extend(actions)
         by_micro = {micro.micro: (step, micro) for step in sheet.steps for micro in step.micros}
@@ -439,12 +443,12 @@ class NodeMachine:
             step, micro = self._micros[action.micro]
             stages = self._routes[micro.device]
             if action.op == "U":
-                return f"the commit of step {step.step}"
+                return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:
                 kind, source = "act", stages[action.stage - 1].node
                 if ("act", action.stage, action.micro, action.slice) in self._held:
                     kind, source = "target", micro.device
-            elif action.stage + 1 < len(stages):
+            elif action.op in "BI" and action.stage + 1 < len(stages):
                 kind, source = "grad", stages[action.stage + 1].node
             else:
                 return f"its turn to run {action}"

@@ -26,7 +26,14 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that a float can hold: JSON has whole numbers of any size."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 1023
+    return isinstance(value, float)
+
+
+def _finite(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,15 @@ def _step(entry: Any) -> Step:
     _need(isinstance(entry, dict), "sheet", "a step is not a mapping")
     micros, batches = entry.get("micros"), entry.get("batches")
     _need(isinstance(micros, list) and isinstance(batches, dict), "sheet", "a step without micro-batches")
-    _need(_whole(entry.get("step")) and _number(entry.get("lr")), "sheet", "a step without number or rate")
+    _need(_whole(entry.get("step")) and _finite(entry.get("lr")), "sheet", "a step without number or rate")
     for micro in micros:
-        ok = isinstance(micro, list) and len(micro) == 4 and isinstance(micro[1], str)
+        ok = isinstance(micro, list) and len(micro) == 4 and isinstance(micro[1], str) and micro[1] in batches
         _need(ok and all(_whole(micro[i]) for i in (0, 2, 3)) and micro[2] <= micro[3], "sheet", f"micro {micro!r}")
     for where in batches.values():
         _need(
-            isinstance(where, list) and len(where) == 2 and all(isinstance(w, int) for w in where), "sheet", "a batch"
+            isinstance(where, list) and len(where) == 2 and type(where[0]) is int and _whole(where[1]),
+            "sheet",
+            "a batch",
         )
     return Step(
         entry["step"],
@@ -102,7 +111,7 @@ class Commit:
         """Read a commit. Raises FrameError where it is malformed."""
         step, apply, clip, scale = (meta.get(key) for key in ("step", "apply", "clip", "loss_scale"))
         _need(_whole(step) and isinstance(apply, bool), "commit", "no step or no verdict")
-        _need(_number(clip) and _number(scale) and math.isfinite(clip) and scale > 0, "commit", "clip or loss scale")  # type: ignore[arg-type,operator]
+        _need(_finite(clip) and _finite(scale) and scale > 0, "commit", "clip or loss scale")  # type: ignore[operator]
         return cls(step, apply, float(clip), float(scale))  # type: ignore[arg-type]
 
 
@@ -233,10 +242,17 @@ class Assignment:
             _need(values[name] is None or isinstance(values[name], dict), "assign", name)
         for name in ("split_backward", "add_replicas", "barrier", "evaluate"):
             _need(isinstance(values[name], bool), "assign", name)
-        for name in ("window", "seed", "batch_size"):
-            _need(_whole(values[name]), "assign", name)
-        _need(_number(values["loss_scale"]) and values["loss_scale"] > 0, "assign", "loss_scale")  # type: ignore[operator]
+        for name, least in (("window", 1), ("seed", 0), ("batch_size", 1)):
+            _need(_whole(values[name]) and values[name] >= least, "assign", name)  # type: ignore[operator]
+        _need(_finite(values["loss_scale"]) and values["loss_scale"] > 0, "assign", "loss_scale")  # type: ignore[operator]
+        _need(all(isinstance(codec, str) for codec in values["codecs"].values()), "assign", "codecs")  # type: ignore[union-attr]
+        _need(values["shard"] is None or _shard(values["shard"]), "assign", "shard")
         return cls(**values)  # type: ignore[arg-type]
+
+
+def _shard(shard: Mapping[str, Any]) -> bool:
+    numbers = all(_whole(shard.get(key)) for key in ("index", "count"))
+    return numbers and all(isinstance(shard.get(key), dict) for key in ("config", "data"))
 
 
 @dataclass(frozen=True, slots=True)

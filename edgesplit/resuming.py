@@ -84,7 +84,7 @@ def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[st
         own = Held(dict(nodes.get(node, {})))
         params, buffers = training.names.of(training.plan.layers_of(node))
         known = own.part("param").keys() | own.part("buffer").keys()
-        arrays = {}
+        arrays: dict[str, Any] = {}
         # A layer that it had without optimizer state has had no update there: others' state is not its own.
         for kind, names in (("param", params), ("buffer", buffers), ("optimizer", params)):
             parts = own.part(kind, names) | some.part(kind, [name for name in names if name not in known])

@@ -53,7 +53,7 @@ class Cutting:
 
 def number(draft: Draft, cutting: Cutting, first: int, devices: Sequence[str]) -> Step:
     """Give a draft's micro-batches numbers from ``first`` on, dealt so that devices alternate by their shares."""
-    bounds = {d: cutting.bounds(draft.shares[d].samples) for d in devices if d in draft.shares}
+    bounds = {d: b for d in devices if d in draft.shares and (b := cutting.bounds(draft.shares[d].samples))}
     place = {device: index for index, device in enumerate(bounds)}
     deal = sorted(
         ((turn + 0.5) / len(parts), place[device], device, part)
@@ -82,7 +82,7 @@ class Agenda:
     step: int = 0
 
     def __post_init__(self) -> None:
-        if not any(self.sizes.values()):
+        if not any(map(any, self.sizes.values())):
             raise ExperimentError(f"no device has any samples ({', '.join(self.sizes)}): nothing can be trained")
 
     def round(self, devices: Sequence[str], *, steps: int | None = None, epochs: int | None = None) -> list[Draft]:

@@ -7,6 +7,7 @@ that links and brokers shared by many routes serve their messages in the order o
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -309,18 +310,18 @@ class _Run:
             at += 1
         self.head[node] = at
         looked = 0
-        update_waits = False
+        updating: float = math.inf  # the earliest step whose update must come first
         first = at
         while at < len(order) and looked < self.window:
             i = order[at]
             if not started[i]:
-                op = self.graph.action[i].op
-                blocked = self.synchronous and ((op == "F" and update_waits) or (op == "U" and at != first))
+                op, step = self.graph.action[i].op, self.graph.step[i]
+                blocked = self.synchronous and ((op == "F" and updating < step) or (op == "U" and at != first))
                 if not needs[i] and not blocked:
                     self.start(node, i)
                     return
                 looked += op != "U"
-                update_waits |= op == "U"
+                updating = min(updating, step) if op == "U" else updating
             at += 1
 
     def start(self, node: str, i: int) -> None:

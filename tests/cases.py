@@ -332,6 +332,7 @@ RULES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
     },
     "clipped momentum": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "clip_norm": 0.3},
+    "adam": {"optimizer": {"name": "adam", "lr": 0.01}},
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.2, "weight_decay": 0.01}},
 }
 FACTORIES: dict[str, Factory] = {
@@ -339,6 +340,7 @@ FACTORIES: dict[str, Factory] = {
     "momentum": momentum,
     "clipped momentum": lambda named: torch.optim.SGD([param for _, param in named], lr=0.1, momentum=0.9),
     "sgd": sgd,
+    "adam": lambda named: torch.optim.Adam([param for _, param in named], lr=0.01),
 }
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from edgesplit.coordinator import LossScale, StepDone
 from edgesplit.errors import RunError, ScheduleError
-from edgesplit.methods import METHODS, check
+from edgesplit.methods import METHODS, check, predict
 from edgesplit.node import Run
 from edgesplit.plan import Plan, Route, Stage
-from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
+from edgesplit.schedule import even_steps
+from edgesplit.sheets import Agenda, Cutting, Draft, Share, evaluation
 from tests.virtual import (
     Case,
     Fleet,
@@ -117,11 +118,16 @@ def draw_case(rng: Random, methods: Sequence[str]) -> Case:
 
 
 def draw_sizes(rng: Random, devices: Sequence[str]) -> dict[str, list[int]]:
-    """Samples in each batch, by device: unequal, of some devices none."""
+    """Samples in each batch, by device: unequal, of some devices none, of some batches none."""
     while True:
-        sizes = {d: [rng.randint(1, 5) for _ in range(rng.choice([0, 1, 2, 3, 3]))] for d in devices}
-        if any(sizes.values()):
+        sizes = {d: [rng.choice([0, 1, 2, 3, 4, 5, 5]) for _ in range(rng.choice([0, 1, 2, 3, 3]))] for d in devices}
+        if any(map(any, sizes.values())):
             return sizes
+
+
+def present(draft: Draft) -> dict[str, Share]:
+    """The devices that have samples in a step."""
+    return {device: share for device, share in draft.shares.items() if share.samples}
 
 
 # --- the same in one process ----------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ class Oracle:
 
     def evaluate(self, draft: Draft) -> dict[str, tuple[float, float]]:
         found = {}
-        for device, share in draft.shares.items():
+        for device, share in present(draft).items():
             totals = [0.0, 0.0]
             for start, stop in self.pieces(share.samples):
                 where = (device, share.epoch, share.index, start, stop)
@@ -170,8 +176,8 @@ class Oracle:
         grads: dict[tuple[str, int], int] = {}
         weights: dict[tuple[str, int], float] = defaultdict(float)
         loss = total = 0.0
-        nodes = {stage.node for device in draft.shares for stage in self.plan.route(device).stages}
-        for device, share in draft.shares.items():
+        nodes = {stage.node for device in present(draft) for stage in self.plan.route(device).stages}
+        for device, share in present(draft).items():
             for start, stop in self.pieces(share.samples):
                 where = (device, share.epoch, share.index, start, stop)
                 output, passed = self.run(*where)
@@ -183,7 +189,7 @@ class Oracle:
                         grads[node, layer] = (grads.get((node, layer), 0) + gradient * x) & MASK
                     gradient = (gradient * (2 * self.weights[node, layer] + 1)) & MASK
                     weights[node, layer] += weight_of(*where)
-        if self.case.every_step:
+        if self.case.every_step and nodes:
             nodes |= {node for holders in self.shared.values() for node in holders}
         if nodes & self.case.poison.get(draft.step, frozenset()):
             return False, loss, total, math.nan
@@ -332,7 +338,7 @@ def simulate_asynchronous(seed: int) -> None:
         assert [step.step for step in done] == [draft.step for draft in drafts]
         for draft, step in zip(drafts, done, strict=True):
             nodes = set()
-            for device, share in draft.shares.items():
+            for device, share in present(draft).items():
                 for node, start, stop in case.plan.route(device).stages:
                     nodes.add(node)
                     for layer in range(start, stop):
@@ -356,3 +362,25 @@ def test_asynchronous_updates_are_made_once_each(block: int) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+# --- the simulator by which a step is predicted ---------------------------------------------------------------------
+
+
+def test_the_predictor_deadlocks_on_none_of_these_plans() -> None:
+    for seed in range(200):
+        case = draw_case(Random(seed), SYNCHRONOUS)
+        steps = even_steps(case.plan, case.cutting.micros or 2, steps=2)
+        predict(
+            case.method,
+            case.plan,
+            steps,
+            window=case.window,
+            split_backward=case.split_backward,
+            update_all=case.every_step,
+            commit_s=0.1,
+            wait_commit=True,
+        )
+    # A node that is stage 1 of one route and stage 2 of another, which halts in the middle of a step.
+    plan = Plan(("l0", "l1", "l2"), (route(["d0", "c"], [1], 3), route(["d1", "e", "c"], [1, 2], 3)))
+    predict("1f1b", plan, even_steps(plan, 2, steps=2), commit_s=0.1, wait_commit=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from edgesplit.errors import PlanError, RunError, TaskError
 from edgesplit.segments.base import Arrays, Output, Samples, Weights
@@ -45,6 +44,10 @@ class TorchRunner:
         self._task, self._device = task, torch.device(device)
         self._layers = chain.layers[start:stop]
         self._modules, self._running, self._first_calls = _without_weights(chain, start, stop)
+        pairs = list(zip(self._layers, self._modules, strict=True))
+        self._params = [_slots(module, layer.params) for layer, module in pairs]
+        self._buffers = [_slots(module, layer.buffers, "_buffers") for layer, module in pairs]
+        self._needed = tuple(dict.fromkeys(name for layer in self._layers for _, name in layer.params))
         for module in self._modules:
             set_train(module, task.train_mode)
         self._training = [(module, module.training) for root in self._modules for module in root.modules()]
@@ -168,21 +171,33 @@ class TorchRunner:
 
     def _given(self, weights: Weights) -> dict[str, Tensor]:
         try:
-            return {name: weights[name] for layer in self._layers for _, name in layer.params}
+            return {name: weights[name] for name in self._needed}
         except KeyError as error:
             raise RunError(f"layers {self.start} to {self.stop} need weight {error}, which was not given") from None
 
     def _chain(self, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Value:
-        for layer, module, first_call in zip(self._layers, self._modules, self._first_calls, strict=True):
-            self._running.first_call = first_call
-            state = {local: weights[name] for local, name in layer.params}
-            state.update((local, buffers[name]) for local, name in layer.buffers)
-            value = checked(functional_call(module, state, (value,), tie_weights=False), layer.name)
-            for local, name in layer.buffers:
-                if state[local] is not buffers[name]:
-                    buffers[name] = state[local].detach()
+        for index, layer in enumerate(self._layers):
+            self._running.first_call = self._first_calls[index]
+            value = checked(self._call(index, weights, buffers, value), layer.name)
             value = each(value, _boundary)
         return value
+
+    def _call(self, index: int, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Any:
+        """Run a layer's module with its slots filled (what ``torch.func.functional_call`` does, without the search)."""
+        params, own = self._params[index], self._buffers[index]
+        for slot in params:
+            slot.place[slot.key] = weights[slot.name]
+        for slot in own:
+            slot.place[slot.key] = buffers[slot.name]
+        try:
+            return self._modules[index](value)
+        finally:
+            for slot in params:
+                slot.place[slot.key] = slot.empty
+            for slot in own:
+                left, slot.place[slot.key] = slot.place[slot.key], slot.empty
+                if left is not buffers[slot.name] and isinstance(left, Tensor):
+                    buffers[slot.name] = left.detach()
 
     def _loss(self, output: Value, target: Any) -> Tensor:
         loss = self._task.loss(output, target)
@@ -221,11 +236,34 @@ class TorchRunner:
         return graph
 
 
+class _Slot(NamedTuple):
+    """Where a module keeps a parameter or buffer: the dict and its key, the name in the model, and what is there now."""
+
+    place: dict[str, Any]
+    key: str
+    name: str
+    empty: Tensor
+
+
+def _slots(module: nn.Module, names: Sequence[tuple[str, str]], kind: str = "_parameters") -> list[_Slot]:
+    slots = []
+    for local, name in names:
+        owner, _, key = local.rpartition(".")
+        place = getattr(module.get_submodule(owner), kind)
+        slots.append(_Slot(place, key, name, place[key]))
+    return slots
+
+
 def _boundary(tensor: Tensor) -> Tensor:
     tensor = settled(tensor)
-    if tensor.requires_grad and tensor.grad_fn is not None:
-        tensor.register_hook(settled)  # type: ignore[no-untyped-call]
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(_settle_all)
     return tensor
+
+
+def _settle_all(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else settled(grad) for grad in grads)
 
 
 def _without_weights(chain: Chain, start: int, stop: int) -> tuple[list[nn.Module], Running, list[dict[str, int]]]:

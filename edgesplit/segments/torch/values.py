@@ -44,6 +44,9 @@ def settled(tensor: Tensor) -> Tensor:
     Each of these can change the bits of a matrix product. So values and gradients are settled at every boundary
     between layers, cut or not: what is computed does not depend on the cuts.
     """
+    if tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() and 1 not in tensor.shape:
+        return tensor
+    # A contiguous tensor may have any stride where a dimension is 1.
     expected, plain = 1, tensor.data_ptr() % 64 == 0
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         plain = plain and stride == expected

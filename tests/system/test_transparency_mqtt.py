@@ -1,0 +1,170 @@
+"""The fleet equals one process over a real broker too: mosquitto, and the embedded one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from edgesplit.assembly import Model
+from edgesplit.fleet import Threads
+from edgesplit.task import COORDINATOR
+from edgesplit.transport.broker import EmbeddedBroker
+from edgesplit.transport.mqtt import MqttTransport
+from tests.brokers import Mosquitto
+from tests.cases import (
+    FACTORIES,
+    RULES,
+    Loader,
+    Wire,
+    chain,
+    digits,
+    english,
+    equal,
+    homes,
+    identical,
+    one_process,
+    points_task,
+    run,
+    seeded,
+    tree,
+)
+from tests.oracle import train_replicas, train_single
+from tests.test_pipedream import check as check_pipedream
+
+pytestmark = pytest.mark.system
+UNEQUAL = [30, 11, 0, 23]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def over(url: str) -> Wire:
+    """Nodes as threads, each with a connection of its own."""
+
+    def wire(model: Model) -> dict[str, Any]:
+        name = f"t{secrets.token_hex(6)}"
+        fleet = Threads(lambda node: MqttTransport(url, run=name, node=node), lambda assignment: model.kit)
+        return {"transport": MqttTransport(url, run=name, node=COORDINATOR), "fleet": fleet}
+
+    return wire
+
+
+@pytest.fixture
+def wire(mosquitto: Mosquitto) -> Wire:
+    return over(mosquitto.url)
+
+
+SHAPES = {
+    "three nodes": ([1, 4], ["a", "b", "c"]),
+    "four nodes": ([1, 3, 5], ["a", "b", "c", "d"]),
+    "U-shape": ([1, 4], ["a", "b", "a"]),
+}
+SIZES = {"48 in 4": (96, 48, 4), "50 in 7": (100, 50, 7), "a short last batch": (98, 48, 4)}
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "size", "rule"),
+    [
+        ("gpipe", "three nodes", "48 in 4", "clipped AdamW"),
+        ("1f1b", "U-shape", "50 in 7", "momentum"),
+        ("breadth-first", "four nodes", "a short last batch", "clipped AdamW"),
+        ("1f1b", "four nodes", "48 in 4", "clipped AdamW"),
+    ],
+)
+def test_one_replica_a_layer(wire: Wire, method: str, shape: str, size: str, rule: str) -> None:
+    samples, batch, micros = SIZES[size]
+    task = points_task([samples])
+    options = {"method": method, "micros": micros, "batch_size": batch, "steps_per_round": 5, **RULES[rule]}
+    ran = run(chain(task, *SHAPES[shape]), task, wire, **options)
+    equal(ran, one_process(task, rule, Loader(task, ["a"], batch).steps(5)))
+
+
+def test_a_looping_route(wire: Wire) -> None:
+    task = points_task([96])
+    plan = chain(task, [1, 3, 5], ["a", "b", "a", "b"])
+    options = {"method": "interleaved", "micros": 4, "batch_size": 48, "steps_per_round": 5}
+    ran = run(plan, task, wire, **options, **RULES["momentum"])
+    equal(ran, one_process(task, "momentum", Loader(task, ["a"], 48).steps(5)))
+
+
+def test_in_float32_bit_for_bit_as_over_memory(wire: Wire) -> None:
+    task = points_task(UNEQUAL)
+    plan = tree(task, [1, 3, 5])
+    keywords = {"dtype": "float32", "micros": 3, "batch_size": 8, "rounds": 2, **RULES["clipped AdamW"]}
+    over_mqtt, over_memory = run(plan, task, wire, **keywords), run(plan, task, **keywords)
+    assert over_mqtt.losses == over_memory.losses
+    assert identical(over_mqtt.weights, over_memory.weights)
+
+
+@pytest.mark.parametrize(
+    ("method", "cuts", "rule"), [("gpipe", [3, 6], "momentum"), ("1f1b", [3, 6, 8], "clipped AdamW")]
+)
+def test_the_cnn_on_a_tree_with_every_step(wire: Wire, method: str, cuts: list[int], rule: str) -> None:
+    task = digits([14, 9, 0, 12])
+    plan = tree(task, cuts)
+    options = {"method": method, "every": "step", "micros": 2, "batch_size": 6, "steps_per_round": 5}
+    ran = run(plan, task, wire, **options, **RULES[rule])
+    equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 6).steps(5)))
+
+
+def test_the_transformer_on_a_tree_with_every_step(wire: Wire) -> None:
+    task = english([14, 9, 0, 12])
+    plan = tree(task, [1, 2])
+    ran = run(plan, task, wire, method="gpipe", every="step", micros=2, batch_size=6, steps_per_round=5)
+    loader = Loader(task, [r.device for r in plan.routes], 6)
+    equal(ran, train_single(task, loader.steps(5), model=seeded(task)))
+
+
+@pytest.mark.parametrize(("rule", "state"), [("sgd", "keep"), ("momentum", "average")])
+def test_replicas_with_one_step_a_round(wire: Wire, rule: str, state: str) -> None:
+    task = points_task(UNEQUAL)
+    plan = tree(task, [1, 4])
+    options = {"optimizer_state": state, "rounds": 5, "steps_per_round": 1, "micros": 3, "batch_size": 8}
+    ran = run(plan, task, wire, **options, **RULES[rule])
+    equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 8).steps(5)))
+
+
+def test_federated_rounds_equal_the_rule_of_the_design(wire: Wire) -> None:
+    task = points_task(UNEQUAL)
+    plan = tree(task, [1, 4])
+    loader = Loader(task, [r.device for r in plan.routes], 8)
+    rounds = [list(loader.epoch()) for _ in range(2)]
+    ran = run(plan, task, wire, rounds=2, micros=3, batch_size=8, **RULES["momentum"])
+    model = seeded(task)
+    equal(ran, train_replicas(task, homes(plan, model), rounds, FACTORIES["momentum"], model=model))
+
+
+@pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"], ids=["barrier", "optimistic"])
+def test_a_bad_step_is_skipped(wire: Wire, rule: str) -> None:
+    task = points_task([24, 24, 8, 16], poisoned={0: [7], 1: [11]})
+    plan = tree(task, [1, 3, 5])
+    options = {"every": "step", "micros": 3, "batch_size": 8, "rounds": 2, "max_skipped": 9}
+    ran = run(plan, task, wire, **options, **RULES[rule])
+    assert 2 <= sum(not step.applied for step in ran.steps) <= 4
+    loader = Loader(task, [r.device for r in plan.routes], 8)
+    equal(ran, one_process(task, rule, [*loader.epoch(), *loader.epoch()]))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_pipedream_equals_its_rule(wire: Wire, window: int) -> None:
+    task = points_task([30])
+    check_pipedream(chain(task, *SHAPES["four nodes"]), task, wire, "momentum", window=window)
+    task = points_task([30, 9, 0, 14])
+    check_pipedream(tree(task, [1, 4]), task, wire, "momentum", rounds=2, window=window)
+
+
+def test_over_the_embedded_broker(embedded_broker: EmbeddedBroker) -> None:
+    task = points_task(UNEQUAL)
+    plan = tree(task, [1, 4])
+    options = {"every": "step", "micros": 3, "batch_size": 8, "steps_per_round": 5}
+    ran = run(plan, task, over(embedded_broker.url), **options, **RULES["clipped AdamW"])
+    equal(ran, one_process(task, "clipped AdamW", Loader(task, [r.device for r in plan.routes], 8).steps(5)))
