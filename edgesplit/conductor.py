@@ -8,7 +8,7 @@ from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, Replied, StepDone
-from edgesplit.errors import EdgesplitError, TransportError, TransportTimeout
+from edgesplit.errors import EdgesplitError, FrameError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
 from edgesplit.protocol import Send
 from edgesplit.schedule import Action, Event
@@ -23,6 +23,9 @@ TURN_S = 0.25
 
 MUTE_S = 10.0
 """How long after its status says online a node may take to be heard."""
+
+MOST_NAMED = 16
+"""Nodes named in an error, at most."""
 
 
 class Conductor:
@@ -70,6 +73,9 @@ class Conductor:
             message = self._get(min(left, TURN_S))
             if message is not None:
                 self._raise_failed(self._take(message))
+                if message.kind == "status" and message.meta.get("state") == "offline":
+                    self.hellos.pop(message.sender, None)  # it must come again
+                    self._online.pop(message.sender, None)
             self._watch()
             self._refuse_mute(missing)
 
@@ -129,29 +135,50 @@ class Conductor:
 
     def _take(self, message: Message) -> Sequence[Effect]:
         if message.kind == "hello":
-            self.hellos[message.sender] = message.meta
+            self._greet(message)
             return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())
         self._record(message)
         return self.coordinator.receive(message, self._clock())
 
+    def _greet(self, message: Message) -> None:
+        nodes = self.coordinator.plan.nodes()
+        if message.sender in nodes:
+            self.hellos[message.sender] = message.meta
+            return
+        names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
+        near = did_you_mean(message.sender, nodes)
+        self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")
+
+    def _stop_one(self, node: str, error: str | None) -> None:
+        meta = {} if error is None else {"error": error}
+        self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=self.coordinator.term, meta=meta))
+
     def _record(self, message: Message) -> None:
+        if message.sender not in self.coordinator.plan.nodes():
+            return
         if isinstance(traffic := message.meta.get("traffic"), dict):
             self.traffic[message.sender] = traffic
         for row in message.meta.get("events") or []:
-            name, start, end, step, version = row
-            self.recorder.add(Event(message.sender, Action.parse(name), start, end, step, version))
+            match row:
+                case [str(name), int() | float() as start, int() | float() as end, int(step), int(version)]:
+                    self.recorder.add(Event(message.sender, Action.parse(name), start, end, step, version))
+                case _:
+                    raise FrameError(f"{message.kind!r} of {message.sender!r} tells of an event {row!r}, which is none")
 
-    def stop(self, nodes: Sequence[str], timeout: float) -> dict[str, str]:
-        """Tell the nodes to stop; return what each that answered within ``timeout`` seconds was waiting for."""
+    def stop(self, nodes: Sequence[str], timeout: float, error: str | None = None) -> dict[str, str]:
+        """Tell the nodes to stop, and ``error`` if that is why.
+
+        Returns:
+            What each that answered within ``timeout`` seconds was waiting for.
+        """
         waiting: dict[str, str] = {}
         answered: set[str] = set()
-        term = self.coordinator.term
-        for node in nodes:
-            self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=term))
         deadline = self._clock() + timeout
         try:
+            for node in nodes:
+                self._stop_one(node, error)
             while len(answered) < len(nodes) and (left := deadline - self._clock()) > 0:
                 message = self._get(left)
                 if message is None or message.sender not in nodes:

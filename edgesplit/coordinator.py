@@ -355,8 +355,8 @@ class Coordinator:
                 mean = array.astype(np.float64) / (weights[layer] * self.loss_scale.value)
                 square += float(np.vdot(mean, mean))
         by_layer: dict[int, list[tuple[float, float]]] = {}
-        for report in entry.reports.values():
-            for layer, pair in report.layers.items():
+        for node in entry.participants:  # in node order, not that of arrival: the same bits in every run
+            for layer, pair in entry.reports[node].layers.items():
                 if layer not in self._shared:
                     by_layer.setdefault(layer, []).append(pair)
         for pairs in by_layer.values():

@@ -80,15 +80,20 @@ class Feed:
         """Return batch ``index`` of ``epoch``; of the test set where ``epoch`` is :data:`TEST_EPOCH`."""
         key = epoch, index
         if key not in self._kept:
-            self._kept[key] = self._take_indexed(epoch, index) if self._indexed else self._take_next(epoch, index)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            if epoch == GIVEN_EPOCH:
+                raise TaskError(f"batch {index} that was to be given to {self.device!r} by hand is not there")
+            self._keep(key, self._take_indexed(epoch, index) if self._indexed else self._take_next(epoch, index))
         return self._kept[key]
+
+    def _keep(self, key: tuple[int, int], batch: Batch) -> None:
+        self._kept[key] = batch
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
 
     def insert(self, index: int, batch: Batch) -> None:
         """Keep a batch given by hand. Raises TaskError where its arrays do not go together."""
         _samples(batch, self.device)
-        self._kept[GIVEN_EPOCH, index] = batch
+        self._keep((GIVEN_EPOCH, index), batch)
 
     def _take_indexed(self, epoch: int, index: int) -> Batch:
         count = len(self._source)

@@ -12,7 +12,7 @@ from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.data import Feed, rows
 from edgesplit.errors import FrameError, RunError
 from edgesplit.kit import Kit
-from edgesplit.methods import METHODS, order_of
+from edgesplit.methods import method_of, order_of
 from edgesplit.node import NodeMachine, Outcome, Reckon, Run, Settle, Work
 from edgesplit.optimizers import OptimizerSpec
 from edgesplit.plan import Plan
@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, name: str, assignment: Assignment, kit: Kit) -> None:
         self.name, self.assignment, self.kit = name, assignment, kit
         self.plan = Plan.from_json(assignment.plan)
-        self.method = METHODS[assignment.method]
+        self.method = method_of(assignment.method)
         self.layers = self.plan.layers_of(name)
         self.loss_scale = assignment.loss_scale
         self._routes = {route.device: route.stages for route in self.plan.routes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -38,29 +39,48 @@ def kit_source(task: str | None) -> Callable[[Assignment], Kit]:
         with lock:
             key = repr(sorted(told.items(), key=str))
             if key not in made:
-                made[key] = _make(task or _local_reference(told), told)
+                made[key] = _make(task or _local_reference(told), told, declared=task is None)
             return made[key]
 
     return kit
 
 
 def _local_reference(told: Mapping[str, Any]) -> str:
+    """Return what the assignment names, where that is Python code of this machine that has to do with edgesplit."""
     reference = str(told.get("reference") or "")
     place, _, name = reference.rpartition(":")
     if not place.endswith(".py"):
         if not re.fullmatch(r"[A-Za-z_][\w.]*", place) or not name.isidentifier():
             raise TaskError(f"the run names no importable task ({reference!r}): start the node with --task")
+        _check_ours(_module_file(place), reference)
         return reference
     file = Path(place.replace("\\", "/")).name
     if not re.fullmatch(r"\w+\.py", file) or not Path(file).is_file():
         raise TaskError(f"the run's task is {file}:{name}, which is not in {Path.cwd()}: start the node with --task")
+    _check_ours(Path(file), reference)
     return f"{file}:{name}"
 
 
-def _make(reference: str, told: Mapping[str, Any]) -> Kit:
+def _module_file(place: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(place)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _check_ours(file: Path | None, reference: str) -> None:
+    """Refuse to import what a stranger's message names and is no task: importing runs code, too."""
+    if file is None or file.suffix != ".py" or b"edgesplit" not in file.read_bytes():
+        raise TaskError(
+            f"the run's task {reference!r} is no module here that uses edgesplit: start the node with --task"
+        )
+
+
+def _make(reference: str, told: Mapping[str, Any], *, declared: bool) -> Kit:
     from edgesplit.segments.torch_kit import torch_kit, typed_chain  # only a torch node needs torch
 
-    loaded = load_task(reference, told.get("args"))
+    loaded = load_task(reference, told.get("args"), declared=declared)
     dtype = str(told.get("dtype"))
     if dtype not in {"float32", "float64"}:
         raise RunError(f"the run computes in {dtype!r}, this node in float32 or float64")
@@ -77,6 +97,7 @@ def run_nodes(
     local: bool = False,
     threads: int = 1,
     deterministic: bool = False,
+    on_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Run nodes to the end of a run, each in a thread of its own.
 
@@ -85,6 +106,7 @@ def run_nodes(
         run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
+        on_step: called with each step that one of the nodes has done its part of.
 
     Raises:
         EdgesplitError: the first node's that failed.
@@ -100,7 +122,7 @@ def run_nodes(
     def serve(name: str) -> None:
         try:
             with MqttTransport(broker, run=run, node=name, prefix=prefix) as transport:
-                Worker(name, transport, kit, facts={"pid": os.getpid()}).run()
+                Worker(name, transport, kit, facts={"pid": os.getpid()}, on_step=on_step).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)
 

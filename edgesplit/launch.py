@@ -38,6 +38,9 @@ from edgesplit.transport.mqtt import MqttTransport
 
 PREDICTED_STEPS = 3
 
+GIVE_UP_S = 15.0
+"""How long a run waits for a broker that has gone: one that is started again needs a few seconds."""
+
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "134217728"}
 """For glibc: memory that a message was received into is used again, not given back and faulted in anew (a receiver of
 large messages spends nearly half of its time on that otherwise)."""
@@ -87,7 +90,7 @@ def run(launch: Launch) -> dict[str, Any]:
         broker = experiment.broker
         if broker == "embedded":
             broker = stack.enter_context(EmbeddedBroker()).url
-        transport = stack.enter_context(MqttTransport(broker, run=folder.name, node=COORDINATOR))
+        transport = stack.enter_context(MqttTransport(broker, run=folder.name, node=COORDINATOR, give_up=GIVE_UP_S))
         fleet = _fleet(experiment, broker, folder, loaded.reference, plan, launch)
         stack.callback(fleet.stop, 5.0)
         session = stack.enter_context(

@@ -31,17 +31,23 @@ class Loaded(NamedTuple):
     source: str
 
 
-def load_task(reference: str, args: Mapping[str, Any] | None = None, base: Path | None = None) -> Loaded:
+def load_task(
+    reference: str, args: Mapping[str, Any] | None = None, base: Path | None = None, *, declared: bool = False
+) -> Loaded:
     """Import a Task, or call the function that returns one.
 
     Args:
         reference: ``module:name`` or ``file.py:name``.
         args: arguments of the function.
         base: the directory that a relative path starts from.
+        declared: call a function only where it says that it returns a Task: for a name and arguments that came over
+            the network, which must not be able to call whatever they like.
 
     Raises:
         TaskError: no such file, module or name, or what is there is no Task; the cause is in the message.
     """
+    if not isinstance(args, Mapping | None):
+        raise TaskError(f"task {reference!r} has task_args {args!r}, must be a mapping")
     args = dict(args or {})
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
@@ -55,6 +61,8 @@ def load_task(reference: str, args: Mapping[str, Any] | None = None, base: Path 
         if args:
             raise TaskError(f"task {reference!r} is a Task, not a function: task_args {sorted(args)} have no effect")
         task = found
+    elif declared and not _declares_task(found):
+        raise TaskError(f"task {reference!r} is not declared to be one: write `def {name}(...) -> Task:`")
     elif callable(found):
         task = _call(found, args, reference)
     else:
@@ -90,6 +98,19 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[key]
         raise TaskError(f"task file {path} cannot be imported: {_short(error)}") from error
     return module
+
+
+def _declares_task(found: Any) -> bool:
+    """Whether it is a function whose return annotation is :class:`Task`, or its name as its module knows it."""
+    if not inspect.isfunction(found):
+        return False
+    written = found.__annotations__.get("return")
+    if isinstance(written, str):
+        first, *rest = written.strip("'\"").split(".")
+        written = found.__globals__.get(first)
+        for name in rest:
+            written = getattr(written, name, None)
+    return written is Task
 
 
 def _call(function: Any, args: Mapping[str, Any], reference: str) -> Task:

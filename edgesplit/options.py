@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgesplit.errors import ExperimentError
 from edgesplit.experiment import Experiment, FederationOptions, PipelineOptions
 
 _FLAT = {
@@ -25,9 +26,13 @@ def options(**keywords: Any) -> Experiment:
     data: dict[str, Any] = {"task": "here:task", "topology": "here"}
     for key, value in keywords.items():
         if key in _FLAT:
-            data[_FLAT[key]] = {**data.get(_FLAT[key], {}), key: value}
+            section = data.setdefault(_FLAT[key], {})
+            if not isinstance(section, dict):
+                raise ExperimentError(f"{_FLAT[key]} is {section!r}, must be a mapping: give {key} within it")
+            section[key] = value
         elif isinstance(value, dict):
-            data[key] = {**data.get(key, {}), **value}
+            flat = data.get(key)  # what was given of it without its section
+            data[key] = {**flat, **value} if isinstance(flat, dict) else dict(value)
         else:
             data[key] = value
     return Experiment.from_dict(data, source="options")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,6 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit.errors import ExperimentError, RunError
+from edgesplit.transport import frames
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as JSON can say it: it has no nan and no infinity, but null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _as_name(text: str) -> str:
+    """What of a file's name can be the beginning of a run's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:32]
 
 
 class RunDirectory:
@@ -41,7 +60,9 @@ class RunDirectory:
         """
         if resume and name is None and out is None:
             raise ExperimentError("--resume needs the run: name it with --name or its folder with --out")
-        fresh = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        if name is not None and not (frames.valid_name(name) and name.strip(".")):
+            raise ExperimentError(f"run name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
+        fresh = f"{_as_name(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = out if out is not None else Path("runs") / (name or fresh)
         if resume and not (path / "checkpoints").is_dir():
             raise ExperimentError(f"{path} has no checkpoints to resume from")
@@ -52,7 +73,7 @@ class RunDirectory:
             cls._write_key(path / "key")
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
-        return cls(path, name or (f"{path.name}-{secrets.token_hex(3)}" if out is not None else path.name))
+        return cls(path, name or (f"{_as_name(path.name)}-{secrets.token_hex(3)}" if out is not None else path.name))
 
     @staticmethod
     def _write_key(path: Path) -> None:
@@ -65,7 +86,7 @@ class RunDirectory:
         """Write a JSON file at once or not at all. Raises RunError where the disk does not take it."""
         target, partial = self.path / name, self.path / f".{name}.unfinished"
         try:
-            partial.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(plain(values), indent=2, default=str) + "\n", encoding="utf-8")
             partial.replace(target)
         except OSError as error:
             raise RunError(f"cannot write {target}: {error.strerror}") from None

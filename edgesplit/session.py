@@ -287,16 +287,16 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """Stop the fleet, and raise the error anew where the other nodes can say what they were waiting for."""
-        waiting = self._stop(2.0)
+        waiting = self._stop(2.0, f"the run was ended: {' '.join(str(error).split()) or 'interrupted'}")
         if isinstance(error, NodeLost | RunError | TransportTimeout) and waiting:
             others = "; ".join(f"{node!r} waited for {what}" for node, what in waiting.items())
             raise type(error)(f"{error}; {others}") from error
 
-    def _stop(self, timeout: float) -> dict[str, str]:
+    def _stop(self, timeout: float, error: str | None = None) -> dict[str, str]:
         if self._closed:
             return {}
         self._closed = True
-        waiting = self._conductor.stop(list(self._conductor.hellos), timeout)
+        waiting = self._conductor.stop(list(self._conductor.hellos), timeout, error)
         self._fleet.stop(timeout)
         self._transport.close()
         self.recorder.close()

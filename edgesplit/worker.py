@@ -31,6 +31,7 @@ class Worker:
         kit: an assignment's Task made ready.
         patience: seconds without any message, while something is awaited, that end it.
         facts: what its hello says of it (process id, versions).
+        on_step: called with each step that this node has done its part of.
         clock: seconds since the epoch; the same for all nodes of a host.
     """
 
@@ -42,10 +43,12 @@ class Worker:
         *,
         patience: float = 300.0,
         facts: Mapping[str, Any] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
         self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
+        self._on_step = on_step
         self._machine: NodeMachine | None = None
         self._engine: Engine | None = None
         self._emulator: Emulator | None = None
@@ -53,12 +56,13 @@ class Worker:
         self._due: list[tuple[float, int, Message]] = []  # data messages that the emulated link has not delivered yet
         self._taken = 0
         self._stopped = False
+        self._told_error: str | None = None
 
     def run(self) -> None:
         """Take part in a run to its end.
 
         Raises:
-            EdgesplitError: the node cannot go on; the coordinator has been told.
+            EdgesplitError: the node cannot go on, and the coordinator has been told; or that has told of an error.
         """
         inbox = self._transport.mailbox(self.name)
         self._tell("hello", self._facts)
@@ -66,9 +70,10 @@ class Worker:
             while not self._stopped:
                 self._turn(inbox)
         except Exception as error:
-            self._tell("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
-            self._flush_quietly()
+            self._last_words("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
             raise
+        if self._told_error is not None:
+            raise RunError(self._told_error)
 
     def _turn(self, inbox: Inbox) -> None:
         while (message := inbox.poll()) is not None and not self._stopped:
@@ -86,7 +91,8 @@ class Worker:
             try:
                 self._receive(inbox.get(self.patience, what or "the coordinator"))
             except TransportTimeout:
-                if what is not None or inbox.failed:  # an idle node waits as long as the coordinator is there: the transport tells
+                # An idle node waits as long as the coordinator is there: the transport tells.
+                if what is not None or inbox.failed:
                     raise
             return
         pause = self._due[0][0] - self._clock()
@@ -138,9 +144,10 @@ class Worker:
 
     def _stop(self, message: Message) -> None:
         meta = {"request": message.meta.get("request"), "waiting_for": self._waiting_for(), **self._take_events()}
-        self._tell("stopped", meta)
-        self._flush_quietly()
+        self._last_words("stopped", meta)
         self._stopped = True
+        if message.meta.get("error") is not None:
+            self._told_error = str(message.meta["error"])
 
     # -- work
 
@@ -161,6 +168,8 @@ class Worker:
 
     def _send(self, send: Send) -> None:
         message = send.message
+        if message.kind == "report":
+            self._on_step()
         if message.kind in {"report", "fetched"}:
             traffic = {"traffic": dict(self._transport.traffic())}
             message = _with_meta(message, self._take_events() | traffic)
@@ -175,8 +184,9 @@ class Worker:
     def _tell(self, kind: str, meta: Mapping[str, Any]) -> None:
         self._transport.send(COORDINATOR, Message(kind=kind, sender=self.name, meta=meta))
 
-    def _flush_quietly(self) -> None:
+    def _last_words(self, kind: str, meta: Mapping[str, Any]) -> None:
         try:
+            self._tell(kind, meta)
             self._transport.flush(5.0)
         except TransportError:
             return  # the coordinator is gone or the network is: there is nobody left to tell

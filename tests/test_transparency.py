@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgesplit.codecs import CODECS
+from edgesplit.coordinator import Coordinator
 from edgesplit.data import epoch_order
 from edgesplit.errors import ScheduleError
 from edgesplit.plan import Plan
+from edgesplit.protocol import Report, Send
 from edgesplit.segments import masks
 from edgesplit.segments.base import Samples
+from edgesplit.sheets import Cutting, Draft, Share
 from edgesplit.task import Shard, Task
+from edgesplit.transport.base import Message
 from tests.cases import (
     EXACT,
     FACTORIES,
@@ -174,6 +178,22 @@ def test_two_runs_are_the_same_bit_for_bit(task: Task, plan: Plan, options: dict
     first, second = run(plan, task, **keywords), run(plan, task, window=2, **keywords)
     assert first.losses == second.losses
     assert identical(first.weights, second.weights)
+
+
+def test_the_clip_factor_does_not_depend_on_who_reports_first() -> None:
+    plan = tree(points_task([8] * 4), [1, 4])
+    nodes = {node: index for index, node in enumerate(plan.nodes())}
+    factors = set()
+    for order in itertools.islice(itertools.permutations(nodes), 0, 5040, 97):
+        coordinator = Coordinator(plan, Cutting(1), clip_norm=0.5)
+        coordinator.issue([Draft(0, {device: Share(0, 0, 8) for device in ("d1", "d2", "d3", "d4")})], 0.0)
+        effects: list[Any] = []
+        for node in order:
+            pair = (8.0 / 3, 1 / (nodes[node] + 3))
+            report = Report(0, layers=dict.fromkeys(plan.layers_of(node), pair))
+            effects += coordinator.receive(Message(kind="report", sender=node, meta=report.meta()), 0.0)
+        factors |= {e.message.meta["clip"] for e in effects if isinstance(e, Send)}
+    assert len(factors) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: points_task([45]), lambda: english([18])], ids=["mlp", "transformer"])

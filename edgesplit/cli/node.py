@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from edgesplit.cli.output import say
+from edgesplit.cli.output import mark_started, say
 
 
 def register(app: typer.Typer) -> None:
@@ -35,5 +35,6 @@ def register(app: typer.Typer) -> None:
             local=local,
             threads=threads,
             deterministic=deterministic,
+            on_step=mark_started,
         )
         say(f"{', '.join(names)}: the run has ended")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -47,18 +46,9 @@ def show(text: str) -> None:
 
 def show_json(values: Any) -> None:
     """Print the one JSON object, on stdout."""
-    sys.stdout.write(json.dumps(_plain(values), default=str) + "\n")
+    from edgesplit.rundir import plain
 
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan and no infinity: null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    sys.stdout.write(json.dumps(plain(values), default=str) + "\n")
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -32,6 +32,7 @@ def register(app: typer.Typer) -> None:
         json_: Json = False,
     ) -> None:
         """Train an experiment: start the broker and the nodes, train, evaluate, checkpoint."""
+        _read(experiment, overrides or [])
         from edgesplit.launch import Launch, run
 
         if log_format not in {"auto", "plain", "json"}:
@@ -73,6 +74,14 @@ def register(app: typer.Typer) -> None:
             show_json({"ok": all(f.ok for f in facts), "facts": [{"ok": f.ok, "text": f.text} for f in facts]})
         if not all(fact.ok for fact in facts):
             raise Refused(2)
+
+
+def _read(experiment: Path, overrides: list[str]) -> None:
+    """Find what is wrong in the files before torch is loaded, which takes seconds."""
+    from edgesplit.experiment import Experiment
+    from edgesplit.topology import Topology
+
+    Topology.load(Experiment.load(experiment, overrides).topology_path)
 
 
 def _verify(launch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -22,15 +23,24 @@ class Recorder:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._file: TextIO | None = None
+        self._path = str(path)
         if path is not None:
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close
 
     def add(self, event: Event) -> None:
-        """Keep an event; after :meth:`close` in memory only."""
+        """Keep an event; after :meth:`close` in memory only.
+
+        Raises:
+            RunError: the disk does not take it; later ones are kept in memory.
+        """
         with self._lock:
             self._events.append(event)
             if self._file is not None:
-                self._file.write(json.dumps(to_json(event), separators=(",", ":")) + "\n")
+                try:
+                    self._file.write(json.dumps(to_json(event), separators=(",", ":")) + "\n")
+                except OSError as error:
+                    self._let_go()
+                    raise RunError(f"cannot write {self._path!r}: {str(error.strerror).lower()}") from None
 
     @property
     def events(self) -> list[Event]:
@@ -41,9 +51,13 @@ class Recorder:
     def close(self) -> None:
         """Close the file; may be called twice."""
         with self._lock:
-            if self._file is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # what a full disk has not taken is tried again here
                 self._file.close()
-                self._file = None
+            self._file = None
 
     def __enter__(self) -> Self:
         return self

@@ -10,9 +10,9 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.task import COORDINATOR
-from edgesplit.transport.address import parse_url
+from edgesplit.transport.address import Address, parse_url
 from edgesplit.transport.frames import valid_name
-from edgesplit.transport.mqtt import identify
+from edgesplit.transport.mqtt import identify, refusal
 from edgesplit.transport.presence import FRESH, Status
 
 SETTLE_S = 1.0
@@ -57,12 +57,14 @@ def find_run(url: str, *, prefix: str = "edgesplit", timeout: float = 300.0) -> 
         client.disconnect()
 
 
-def _wait(client: paho.Client, address: object, runs: dict[str, Status], refused: list[str], timeout: float) -> str:
+def _wait(client: paho.Client, address: Address, runs: dict[str, Status], refused: list[str], timeout: float) -> str:
     deadline, settled = time.monotonic() + timeout, time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
-        client.loop(0.1)
+        lost = client.loop(0.1) != paho.MQTT_ERR_SUCCESS
         if refused:
-            raise TransportError(f"the broker at {address} refuses this node ({refused[0]})")
+            raise refusal(address, refused[0])
+        if lost:
+            raise TransportError(f"the broker at {address} has closed the connection: look at its log")
         now = time.time()
         live = [run for run, s in runs.items() if s.state == "online" and now - s.time < FRESH]
         if len(live) > 1 and time.monotonic() > settled:

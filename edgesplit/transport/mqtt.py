@@ -36,6 +36,9 @@ PACKET = 256 << 10
 """Bytes of an MQTT packet where the broker names no limit, and at most."""
 
 LEAST_CHUNK = 1024
+SHORTER = (60 << 10, 15 << 10)
+"""Bytes of the chunks that are tried where the broker swallows one of the full size."""
+
 KEEPALIVE = 10
 VERSIONS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
 _REFUSED = {"Bad user name or password", "Not authorized", "Banned", "Bad authentication method"}
@@ -128,7 +131,7 @@ class MqttTransport:
         self._connected = False
         self._beat_at = self._look_at = 0.0
         self._answers = _Answers()
-        self._probed = False
+        self._probed = 0  # size of the longest chunk that came back
         self._name = _Name()
         self.version, self._client = self._connect([mqtt_version] if mqtt_version else list(VERSIONS))
         try:
@@ -264,16 +267,11 @@ class MqttTransport:
             self._drop(client)
             reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
             if reason != _OLD_BROKER:
-                raise self._refusal(reason)
+                raise refusal(self._address, reason)
         raise TransportError(
             f"{self._address} took the connection but does not answer in MQTT {' or '.join(versions)}: "
             "is it a broker's port, and the right one for this url?"
         )
-
-    def _refusal(self, reason: str) -> TransportError:
-        who = f"user {self._address.user!r}" if self._address.user else "a node without a user name"
-        hint = ": look at the user in the url and at EDGESPLIT_PASSWORD_FILE" if reason in _REFUSED else ""
-        return TransportError(f"the broker at {self._address} refuses {who} ({reason}){hint}")
 
     def _new_client(self, version: str) -> paho.Client:
         five = version == "5"
@@ -315,20 +313,23 @@ class MqttTransport:
         return size
 
     def _probe_own_topic(self) -> None:
-        """Send a chunk of full size to oneself: a broker may swallow it without a word."""
-        (chunk,) = frames.split([bytes(self.chunk_size - frames.header_size(self.node))], self.chunk_size, self.node)
-        data = frames.seal(chunk, Flag.PROBE, self._run_hash, self.node, self._boot, self._boot)
-        self._client.publish(self._topic(self.node), data, qos=self._qos)
-        if not self._loop_until(self._client, lambda: self._probed):
+        """Send chunks to oneself, the longest first: a broker may swallow one without a word."""
+        head, sizes = frames.header_size(self.node), [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
+        for size in sizes:
+            (chunk,) = frames.split([bytes(size - head)], size, self.node)
+            data = frames.seal(chunk, Flag.PROBE, self._run_hash, self.node, self._boot, self._boot)
+            self._client.publish(self._topic(self.node), data, qos=self._qos)
+        if not self._loop_until(self._client, lambda: self._probed > 0):
             what = (
                 "the broker closed the connection"
                 if self._answers.lost
                 else f"it did not come within {self._timeout:g} s"
             )
             raise TransportError(
-                f"a packet of {len(data)} bytes from {self.node!r} to itself on topic {self._topic(self.node)} was "
+                f"a packet of {sizes[-1]} bytes from {self.node!r} to itself on topic {self._topic(self.node)} was "
                 f"lost ({what}): an access rule or a packet limit of the broker swallows it"
             )
+        self.chunk_size = self._probed  # packets keep their order: the first to come is the longest that passes
 
     def _claim_name(self) -> None:
         """Make sure that no other process is this node. The first status on the topic wins."""
@@ -409,7 +410,7 @@ class MqttTransport:
                 continue
             self._loop_until(self._client, lambda: self._answers.connack is not None)
             if answers.connack is not None and answers.connack.is_failure:
-                self._inbox.fail(self._refusal(answers.connack.getName()))
+                self._inbox.fail(refusal(self._address, answers.connack.getName()))
             elif answers.connack is not None:
                 self._subscribe()
                 if self._loop_until(self._client, lambda: self._answers.granted is not None):
@@ -492,7 +493,8 @@ class MqttTransport:
     def _frame(self, payload: frames.Bytes) -> None:
         frame = frames.parse(payload, self._run_hash, self._limits)
         if frame.sender == self.node:
-            self._probed |= bool(frame.flags & Flag.PROBE) and frame.boot == self._boot
+            if frame.flags & Flag.PROBE and frame.boot == self._boot and not self._probed:
+                self._probed = len(frame.payload) + frames.header_size(self.node)
             return
         if not self._open:
             return
@@ -556,6 +558,13 @@ def identify(client: paho.Client, address: Address) -> None:
         client.tls_set_context(ssl.create_default_context())
     if address.websockets:
         client.ws_set_options(path=address.path)
+
+
+def refusal(address: Address, reason: str) -> TransportError:
+    """Return the error for a broker that does not let a client in."""
+    who = f"user {address.user!r}" if address.user else "a node without a user name"
+    hint = ": look at the user in the url and at EDGESPLIT_PASSWORD_FILE" if reason in _REFUSED else ""
+    return TransportError(f"the broker at {address} refuses {who} ({reason}){hint}")
 
 
 def _no_delay(_client: paho.Client, _userdata: Any, sock: Any) -> None:

@@ -119,7 +119,8 @@ def compare(
     apart = apart if math.isfinite(apart) else math.inf
     weights = distance(fleet.weights, reference.weights())
     for what, value in (("losses", apart), ("weights", weights)):
-        found = f"{what} of {len(batches)} steps in {experiment.dtype} are {value:.1e} apart (bound {bound:g})"
+        steps = f"{len(batches)} step{'s' if len(batches) > 1 else ''}"
+        found = f"{what} of {steps} in {experiment.dtype} are {value:.1e} apart (bound {bound:g})"
         yield Check(f"{name}: {what}", value <= bound, value, bound, f"{found}; {note}")
 
 

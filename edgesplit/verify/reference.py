@@ -74,6 +74,19 @@ class Reference:
 
     def step(self, step: int, batches: Batches, lr: float) -> float:
         """Train a step; return its loss, the mean over its weight."""
+        loss = self._backward(step, batches)
+        clip = 1.0 if self._clip is None else min(1.0, self._clip / (self._norm() + 1e-6))
+        for holder in self._holders.values():
+            _update(holder, lr, clip)
+        self._merge()
+        return loss
+
+    def gradients(self, step: int, batches: Batches) -> dict[str, Tensor]:
+        """Return the gradients of a step's summed loss by parameter name, where there are any; nothing is updated."""
+        self._backward(step, batches)
+        return {name: grad for holder in self._holders.values() for name, grad in holder.sums.items()}
+
+    def _backward(self, step: int, batches: Batches) -> float:
         for holder in self._holders.values():
             holder.sums, holder.weights = {}, {}
         set_train(self.module, self.task.train_mode)
@@ -81,18 +94,13 @@ class Reference:
         for device, start, stop in self._pieces(batches):
             x, target = (from_arrays(rows(part, start, stop)) for part in batches[device])
             weight = float(self.task.weight(target))
-            with KeyedRandomness(
-                self.module.named_modules(), Samples(self.experiment.seed, step, ((device, start, stop),))
-            ):
+            samples = Samples(self.experiment.seed, step, ((device, start, stop),))
+            with KeyedRandomness(self.module.named_modules(), samples):
                 output = self.module(x)
             if weight:
                 part = self.task.loss(output, target) * weight
                 loss, total = loss + float(part.detach()), total + weight
                 self._add(device, part, weight)
-        clip = 1.0 if self._clip is None else min(1.0, self._clip / (self._norm() + 1e-6))
-        for holder in self._holders.values():
-            _update(holder, lr, clip)
-        self._merge()
         return loss / total if total else math.nan
 
     def _pieces(self, batches: Batches) -> list[tuple[str, int, int]]:
@@ -105,7 +113,7 @@ class Reference:
 
     def _add(self, device: str, loss: Tensor, weight: float) -> None:
         named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
-        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True) if named else ()
         for name, grad in zip(named, grads, strict=True):
             holder = self._holders[self._homes[device][name]]
             holder.weights[name] = holder.weights.get(name, 0.0) + weight
@@ -163,8 +171,12 @@ def make_optimizer(
         else:
             group |= {"betas": (rule.beta1, rule.beta2), "eps": rule.eps}
         groups.append(group)
-    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[spec.rules[0].name](groups)
+    kinds: dict[str, type[torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return kinds[spec.rules[0].name](groups)  # type: ignore[call-arg]
 
 
 def _homes(device: str, plan: Plan, model: Model, together: bool) -> dict[str, str]:

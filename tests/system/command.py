@@ -1,4 +1,4 @@
-"""The command line as a user types it, in a copy of ``project/``: what it says, how it ends, and what it leaves behind."""
+"""The command line as a user types it, in a copy of ``project/``: what it says, how it ends, what it leaves behind."""
 
 from __future__ import annotations
 

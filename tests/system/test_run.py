@@ -54,7 +54,9 @@ def other(place: Shell) -> Ended:
 
 def test_run_prints_one_object(seven: tuple[Command, Ended]) -> None:
     found = seven[1].json
-    assert {"accuracy", "rounds", "samples_per_s", "nodes", "links", "bubble", "predicted_s", "measured_s"} <= set(found)
+    assert {"accuracy", "rounds", "samples_per_s", "nodes", "links", "bubble", "predicted_s", "measured_s"} <= set(
+        found
+    )
     assert found["rounds"] == 3
     assert found["accuracy"] > 0.4  # 0.25 is chance
     assert found["samples_per_s"] > 0

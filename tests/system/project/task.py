@@ -1,6 +1,6 @@
 """Points of four classes: small enough for a run of seconds, and able to go wrong where a test wants it to.
 
-A file beside this one that is named after a fault (``raise``, ``sleep``) makes it happen from then on, in every process.
+A file beside this one that is named after a fault (``raise``, ``sleep``, ``nan``) makes it happen from then on.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Fuse(nn.Module):
             time.sleep(0.05)
         if (HERE / "raise").exists():
             raise ZeroDivisionError("the fuse has blown")
-        return x
+        return x * float("nan") if (HERE / "nan").exists() else x
 
 
 class Skipping(nn.Module):
