@@ -55,8 +55,9 @@ def first_batch(model: Model, topology: Topology, experiment: Experiment) -> Bat
     """
     for device in topology.devices():
         feed = feed_of(model, experiment, shard_of(device.name, topology, experiment))
-        if feed is not None and feed.sizes():
-            return feed.batch(0, 0)
+        full = [index for index, samples in enumerate(feed.sizes()) if samples] if feed is not None else []
+        if feed is not None and full:
+            return feed.batch(0, full[0])
     raise TaskError("no device has any samples: Task.train gave nothing for all of them")
 
 

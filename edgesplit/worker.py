@@ -70,8 +70,10 @@ class Worker:
             while not self._stopped:
                 self._turn(inbox)
         except Exception as error:
-            self._last_words("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
-            raise
+            if (stop := _stop_in(inbox)) is None:
+                self._last_words("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
+                raise
+            self._stop(stop)  # the run has ended already, and this is the echo of its end
         if self._told_error is not None:
             raise RunError(self._told_error)
 
@@ -193,6 +195,17 @@ class Worker:
 
     def _waiting_for(self) -> str | None:
         return self._machine.waiting_for() if self._machine else "its assignment"
+
+
+def _stop_in(inbox: Inbox) -> Message | None:
+    """Return the coordinator's stop if it is among what has come."""
+    try:
+        while (message := inbox.poll()) is not None:
+            if message.sender == COORDINATOR and message.kind == "stop":
+                return message
+    except TransportError:
+        return None
+    return None
 
 
 def _with_meta(message: Message, extra: Mapping[str, Any]) -> Message:

@@ -245,7 +245,9 @@ def test_three_in_a_row_end_the_run_and_name_node_and_layer() -> None:
     effects: list[Effect] = []
     for step in range(3):
         assert not [e for e in effects if isinstance(e, Failed)]
-        effects = feed(c, report("c", step, step), report("d1", step, step), report("d2", step, step, finite=False, culprit="l0"))
+        effects = feed(
+            c, report("c", step, step), report("d1", step, step), report("d2", step, step, finite=False, culprit="l0")
+        )
     error = failure(effects)
     assert isinstance(error, RunError)
     assert str(error).startswith("3 steps in a row were not finite (steps 0 to 2), last in layer 'l0' on 'd2': ")
@@ -416,7 +418,9 @@ def test_the_timeout_of_a_request_names_who_has_not_answered() -> None:
     assert str(failure(c.tick(15.0))) == "no progress between two steps for 10 s: nothing from 'c', 'd1'"
 
 
-@pytest.mark.parametrize(("reason", "shown"), [("keep-alive ran out", "keep-alive ran out"), ("", "its connection closed")])
+@pytest.mark.parametrize(
+    ("reason", "shown"), [("keep-alive ran out", "keep-alive ran out"), ("", "its connection closed")]
+)
 def test_a_node_that_is_lost(reason: str, shown: str) -> None:
     c = make()
     gone = Message(kind="status", sender="c", meta={"state": "offline", "reason": reason})

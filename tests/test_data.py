@@ -91,7 +91,7 @@ def test_an_epoch_has_every_sample_once(count: int, batch_size: int, epoch: int)
     sizes = made.sizes()
     batches = [values(made.batch(epoch, i)) for i in range(len(sizes))]
     assert [len(batch) for batch in batches] == sizes
-    assert sum(batches, []) == epoch_order(7, "pi", epoch, count).tolist()
+    assert [value for batch in batches for value in batch] == epoch_order(7, "pi", epoch, count).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 3)), max_size=12))
@@ -140,7 +140,9 @@ def test_batches_are_kept_for_a_replay_but_not_for_ever() -> None:
 # --- iterables ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: Batches(3, 2, 4), lambda: list(Batches(3, 2, 4)), lambda: tuple(Batches(3, 2, 4))])
+@pytest.mark.parametrize(
+    "make", [lambda: Batches(3, 2, 4), lambda: list(Batches(3, 2, 4)), lambda: tuple(Batches(3, 2, 4))]
+)
 def test_an_iterable_brings_its_own_batches(make: Any) -> None:
     made = feed(make())
     assert made.sizes() == [3, 2, 4]
@@ -197,7 +199,10 @@ def test_what_is_no_data(source: Any) -> None:
         ((np.zeros(3),), "a batch of 'pi' is a tuple, not a pair"),
         ((np.zeros(3), np.zeros(3), np.zeros(3)), "a batch of 'pi' is a tuple, not a pair"),
         ({"x": 1, "y": 2}, "a batch of 'pi' is a dict, not a pair"),
-        ((np.zeros(3), np.zeros(2)), r"first dimension .* is not the sample everywhere \(x\['x'\]: 3, target\['x'\]: 2\)"),
+        (
+            (np.zeros(3), np.zeros(2)),
+            r"first dimension .* is not the sample everywhere \(x\['x'\]: 3, target\['x'\]: 2\)",
+        ),
         (({"a": np.zeros(3), "b": np.zeros((4, 3))}, np.zeros(3)), r"x\['a'\]: 3, x\['b'\]: 4"),
         ((np.zeros(()), np.zeros(3)), r"x\['x'\]: -1"),
         ((1.5, 2.5), r"x\['x'\]: -1"),

@@ -193,7 +193,7 @@ class Real:
 
     @property
     def weights(self) -> dict[str, bytes]:
-        """What a skipped step must leave no trace in; buffers too, but there the next step's forwards may have begun."""
+        """What a skipped step leaves no trace in (nor in buffers, but the next forwards may have begun there)."""
         store = self.engine.store
         slots = {f"{n}//{slot}": v for n, held in store.state.items() for slot, v in held.items()}
         held = {**store.params, **slots}

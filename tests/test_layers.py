@@ -32,7 +32,8 @@ LAYERS = [
     {"kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
-        "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress", "bringup", "keeping",
+        "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
+        "bringup", "keeping",
         "session", "launch", "verify", "checking", "doctor",
     },
     {"cli", "bench", "__main__"},

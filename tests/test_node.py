@@ -26,9 +26,7 @@ def plan_of(*routes: str) -> Plan:
         words = [word.partition(":") for word in text.split()]
         starts = [int(at or index) for index, (_, _, at) in enumerate(words)]
         stops = [*starts[1:], len(LAYERS)]
-        made.append(
-            Route(words[0][0], tuple(Stage(w[0], a, b) for w, a, b in zip(words, starts, stops, strict=True)))
-        )
+        made.append(Route(words[0][0], tuple(Stage(w[0], a, b) for w, a, b in zip(words, starts, stops, strict=True))))
     return Plan(LAYERS, tuple(made))
 
 
@@ -82,7 +80,9 @@ def told(work: Work) -> str:
 def outcome_of(work: Work) -> Outcome:
     if isinstance(work, Run) and work.action.op == "F":
         first = work.action.stage == 0 and not work.last
-        return Outcome(needs=frozenset() if work.last else GRADS, target={} if first else None, weight=2.0, loss_sum=3.0)
+        return Outcome(
+            needs=frozenset() if work.last else GRADS, target={} if first else None, weight=2.0, loss_sum=3.0
+        )
     return Outcome(report=Report(work.step.step)) if isinstance(work, Reckon) else Outcome()
 
 
@@ -280,7 +280,7 @@ def test_control_messages_of_an_older_term_are_dropped() -> None:
 
 
 def test_rollback_of_a_step_that_passed_the_node_by() -> None:
-    """``d1`` takes no part in step 1; its own step 0 is not committed and step 2 has begun when step 1 is taken back."""
+    """``d1`` takes no part in step 1; its step 0 is not committed and step 2 has begun when step 1 is taken back."""
     d = Driven("d1", TREE)
     d.get(sheet(step(0, [0], "d1"), step(1, [1], "d2"), step(2, [2], "d1")), data("grad", "e", 0, 0))
     assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "0F2"]

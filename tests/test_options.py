@@ -22,7 +22,10 @@ def from_file(**keys: Any) -> Experiment:
         ({"batch_size": 7, "rounds": 3, "seed": 5}, {"batch_size": 7, "rounds": 3, "seed": 5}),
         ({"method": "gpipe", "micros": 4, "window": 3}, {"pipeline": {"method": "gpipe", "micros": 4, "window": 3}}),
         ({"every": "step"}, {"federation": {"every": "step"}}),
-        ({"strategy": "fedadam", "strategy_args": {"eta": 0.1}}, {"federation": {"strategy": "fedadam", "strategy_args": {"eta": 0.1}}}),
+        (
+            {"strategy": "fedadam", "strategy_args": {"eta": 0.1}},
+            {"federation": {"strategy": "fedadam", "strategy_args": {"eta": 0.1}}},
+        ),
         ({"pipeline": {"micros": 4}, "method": "gpipe"}, {"pipeline": {"method": "gpipe", "micros": 4}}),
         ({"method": "gpipe", "pipeline": {"micros": 4}}, {"pipeline": {"method": "gpipe", "micros": 4}}),
         ({"evaluate": {"every": 2}, "every": "step"}, {"evaluate": {"every": 2}, "federation": {"every": "step"}}),

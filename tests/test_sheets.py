@@ -119,9 +119,9 @@ def test_an_agenda_goes_on_from_where_another_stood(
     assert got == drafts
     flat = [draft for round_ in drafts for draft in round_]
     assert [draft.step for draft in flat] == list(range(len(flat)))
-    for device in sizes:
+    for device, mine in sizes.items():
         turns = [(s.epoch, s.index) for draft in flat if (s := draft.shares.get(device))]
-        assert turns == [divmod(i, len(sizes[device])) for i in range(len(turns))]
+        assert turns == [divmod(i, len(mine)) for i in range(len(turns))]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"a": [], "b": []}, {"a": [0, 0]}])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import pytest
 
 from edgesplit.coordinator import LossScale, StepDone
-from edgesplit.errors import RunError, ScheduleError
+from edgesplit.errors import ScheduleError
 from edgesplit.methods import METHODS, check, predict
-from edgesplit.node import Run
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.schedule import even_steps
 from edgesplit.sheets import Agenda, Cutting, Draft, Share, evaluation
@@ -51,7 +50,7 @@ def draw_plan(rng: Random) -> Plan:
     paths: dict[str, list[str]]
     match rng.choice(["chain", "u", "loop", "tree", "tree", "star", "u-tree", "u-star", "devices", "mixed"]):
         case "chain":
-            paths = {"d0": [f"d0 n1 n2 n3".split()[i] for i in range(rng.randint(1, 4))]}
+            paths = {"d0": [["d0", "n1", "n2", "n3"][i] for i in range(rng.randint(1, 4))]}
         case "u":
             paths = {"d0": rng.choice(["d0 c d0", "d0 e c d0"]).split()}
         case "loop":
@@ -72,7 +71,7 @@ def draw_plan(rng: Random) -> Plan:
     same = rng.random() < 0.6
     cuts: dict[int, list[int]] = {}
     routes = []
-    for device, nodes in paths.items():
+    for nodes in paths.values():
         if not (same and len(nodes) in cuts):
             cuts[len(nodes)] = sorted(rng.sample(range(1, layers), len(nodes) - 1))
         routes.append(route(nodes, cuts[len(nodes)], layers))
@@ -98,7 +97,7 @@ def draw_case(rng: Random, methods: Sequence[str]) -> Case:
             poison={
                 step: frozenset(node for node in plan.nodes() if rng.random() < 0.3)
                 for step in range(30)
-                if rng.random() < 0.15
+                if rng.random() < 0.25
             },
         )
         options = {
@@ -113,14 +112,16 @@ def draw_case(rng: Random, methods: Sequence[str]) -> Case:
             check(case.method, plan, options)
         except ScheduleError:
             continue
-        if case.method != "interleaved":
+        if case.method != "interleaved" or cutting.micros is not None:
             return case
 
 
-def draw_sizes(rng: Random, devices: Sequence[str]) -> dict[str, list[int]]:
+def draw_sizes(rng: Random, case: Case) -> dict[str, list[int]]:
     """Samples in each batch, by device: unequal, of some devices none, of some batches none."""
+    devices = [r.device for r in case.plan.routes]
+    some = [0, 1, 2, 3, 4, 5, 5] if case.method != "interleaved" else [case.cutting.micros or 1, 9]
     while True:
-        sizes = {d: [rng.choice([0, 1, 2, 3, 4, 5, 5]) for _ in range(rng.choice([0, 1, 2, 3, 3]))] for d in devices}
+        sizes = {d: [rng.choice(some) for _ in range(rng.choice([0, 1, 2, 3, 3]))] for d in devices}
         if any(map(any, sizes.values())):
             return sizes
 
@@ -256,7 +257,7 @@ def in_pieces(rng: Random, drafts: list[Draft]) -> list[list[Draft]]:
 def aggregate(fleet: Fleet, oracle: Oracle) -> None:
     """Fetch, compare with the oracle, mix the replicas, load."""
     nodes = fleet.case.plan.nodes()
-    held = {node: reply for node, reply in fleet.ask("fetch", {node: ({}, {}) for node in nodes}).items()}
+    held = fleet.ask("fetch", {node: ({}, {}) for node in nodes})
     values = {(node, int(name)): value for node in nodes for name, value in unwrap(held[node]).items()}
     weights = {(node, layer): w for node in nodes for layer, w in held[node].meta["weights"]}
     assert values == oracle.weights
@@ -283,13 +284,13 @@ def compare(fleet: Fleet, oracle: Oracle, drafts: Sequence[Draft], done: Sequenc
                 assert clip == pytest.approx(min(1.0, fleet.case.clip / (norm + 1e-6)), rel=1e-9)
 
 
-def simulate(seed: int, methods: Sequence[str], rounds: int = 3) -> Fleet:
+def simulate(seed: int, methods: Sequence[str], rounds: int = 2) -> Fleet:
     rng = Random(seed)
     case = draw_case(rng, methods)
     fleet, oracle = Fleet(case, rng), Oracle(case)
     devices = [r.device for r in case.plan.routes]
-    agenda = Agenda(draw_sizes(rng, devices), lambda step: 1 + step % 3)
-    test_sizes = draw_sizes(rng, devices)
+    agenda = Agenda(draw_sizes(rng, case), lambda step: 1 + step % 3)
+    test_sizes = draw_sizes(rng, case)
     for _ in range(rounds):
         drafts = drafts_of(rng, agenda, devices)
         compare(fleet, oracle, drafts, fleet.train(*in_pieces(rng, drafts)))
@@ -304,7 +305,7 @@ def simulate(seed: int, methods: Sequence[str], rounds: int = 3) -> Fleet:
     aggregate(fleet, oracle)
     fleet.settle()
     for node in fleet.nodes.values():
-        assert not (node.engine.undo or node.engine.live or node.engine.sums or node.engine.pending)
+        assert not any((node.engine.undo, node.engine.live, node.engine.sums))
     return fleet
 
 
@@ -313,12 +314,26 @@ SYNCHRONOUS = [name for name, method in METHODS.items() if method.synchronous]
 
 @pytest.mark.parametrize("block", range(8))
 def test_any_fleet_under_any_delays_computes_what_one_process_does(block: int) -> None:
-    for seed in range(40 * block, 40 * block + 40):
-        try:
-            simulate(seed, SYNCHRONOUS)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    skipped = 0
+    for seed in range(30 * block, 30 * block + 30):
+        with noted(seed):
+            skipped += simulate(seed, SYNCHRONOUS).coordinator.skipped
+    assert skipped > 10
+
+
+def test_a_ring() -> None:
+    for seed in range(10):
+        with noted(seed):
+            simulate(seed, ["interleaved"])
+
+
+@contextmanager
+def noted(seed: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
 
 
 # --- asynchronous ---------------------------------------------------------------------------------------------------
@@ -330,7 +345,7 @@ def simulate_asynchronous(seed: int) -> None:
     case = draw_case(rng, ["pipedream"])
     fleet, oracle = Fleet(case, rng), Oracle(case)
     devices = [r.device for r in case.plan.routes]
-    agenda = Agenda(draw_sizes(rng, devices))
+    agenda = Agenda(draw_sizes(rng, case))
     wanted: Counter[tuple[str, int, int]] = Counter()
     for _ in range(3):
         drafts = drafts_of(rng, agenda, devices)
@@ -350,25 +365,21 @@ def simulate_asynchronous(seed: int) -> None:
     for name, node in fleet.nodes.items():
         assert set(node.engine.counted.values()) <= {1}
         found.update((name, step, layer) for _, _, step, layer in node.engine.counted)
-        assert not (node.engine.live or node.engine.pending)
+        assert not any((node.engine.live, node.engine.pending))
     assert found == wanted
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_asynchronous_updates_are_made_once_each(block: int) -> None:
-    for seed in range(30 * block, 30 * block + 30):
-        try:
+def test_asynchronous_updates_are_made_once_each() -> None:
+    for seed in range(40):
+        with noted(seed):
             simulate_asynchronous(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
 
 
 # --- the simulator by which a step is predicted ---------------------------------------------------------------------
 
 
 def test_the_predictor_deadlocks_on_none_of_these_plans() -> None:
-    for seed in range(200):
+    for seed in range(100):
         case = draw_case(Random(seed), SYNCHRONOUS)
         steps = even_steps(case.plan, case.cutting.micros or 2, steps=2)
         predict(

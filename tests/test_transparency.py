@@ -74,7 +74,10 @@ LOOPS = {
     "three nodes twice": lambda task: chain(task, [1, 2, 3, 4, 5], ["a", "b", "c"] * 2),
 }
 SIZES = {"48 in 4": (96, 48, 4), "50 in 7": (100, 50, 7), "a short last batch": (98, 48, 4)}
-MATRIX = list(itertools.product(PLANS, ("gpipe", "1f1b", "breadth-first"), SIZES))
+MATRIX = [
+    *itertools.product(list(PLANS)[:-1], ("gpipe", "1f1b", "breadth-first"), SIZES),
+    *itertools.product(list(PLANS)[-1:], ("1f1b",), SIZES),
+]
 
 
 @pytest.mark.parametrize(
@@ -484,10 +487,9 @@ def partly(frozen: Sequence[str]) -> Callable[[], nn.Module]:
     return model
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("frozen", [("c.weight",), ("a",), ("a", "c"), ("e",), ("a.bias", "e")], ids="-".join)
-@pytest.mark.parametrize("shape", ["two nodes", "four nodes", "U-shape"])
-def test_frozen_and_unused_parameters_stay_as_they_are(shape: str, frozen: Sequence[str], split: bool) -> None:
+@pytest.mark.parametrize(("shape", "split"), [("two nodes", False), ("four nodes", True), ("U-shape", False)])
+def test_frozen_and_unused_parameters_stay_as_they_are(shape: str, split: bool, frozen: Sequence[str]) -> None:
     task = points_task([50], model=partly(frozen))
     plan = PLANS[shape](task)
     ran = run(plan, task, split_backward=split, micros=3, batch_size=20, steps_per_round=3, **RULES["clipped AdamW"])

@@ -1,4 +1,4 @@
-"""A whole fleet on a virtual clock: the real coordinator and nodes, a network that delays at will, integers for tensors.
+"""A whole fleet on a virtual clock: the real coordinator and nodes, a network that delays at will, numbers for tensors.
 
 Numbers are taken modulo 2^64, so that sums are exact in any order, and every rule multiplies by odd numbers, so that a
 contribution that is lost, doubled or made with the wrong weights changes the result.
@@ -279,7 +279,8 @@ class IntEngine:
 
     def owned(self, stage: int) -> set[int]:
         """The layers that the stage's update is for: a layer under two stages is the later one's."""
-        under = {s: {la for a, b in spans for la in range(a, b)} for s, spans in self.case.plan.hosted(self.name).items()}
+        hosted = self.case.plan.hosted(self.name)
+        under = {at: {la for start, stop in spans for la in range(start, stop)} for at, spans in hosted.items()}
         return under[stage] - {la for later, layers in under.items() if later > stage for la in layers}
 
     def adopt(self, step: int, commit: Message) -> None:
@@ -446,7 +447,8 @@ class Fleet:
             return
         if isinstance(work, Run) and work.action.op == "U":
             step = work.step.step
-            before = {w.step.step for _, w in node.ran if isinstance(w, Reckon) and not w.evaluate and w.step.step < step}
+            reckoned = {w.step.step for _, w in node.ran if isinstance(w, Reckon) and not w.evaluate}
+            before = {other for other in reckoned if other < step}
             assert before <= node.settled, f"{name}: update of step {step} before the commit of {before - node.settled}"
             assert node.updated - node.settled <= {step}, "at most one uncommitted version"
             if self.barrier:

@@ -40,7 +40,7 @@ class Batches:
         return self._made[step % KEPT]
 
 
-SMALL_CNN_IMAGE = (1, 28, 28)
+SMALL_CNN_IMAGE = (3, 32, 32)
 SMALL_CNN_CUT = 3
 """The comparison with torch.distributed.pipelining: its images, and the layer with which the second stage begins."""
 
@@ -48,14 +48,14 @@ SMALL_CNN_CUT = 3
 def small_cnn_layers() -> list[nn.Module]:
     """The layers of the comparison's model."""
     return [
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(3, 16, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 10),
+        nn.Linear(32 * 8 * 8, 10),
     ]
 
 

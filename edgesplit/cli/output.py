@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else there.")]
 
@@ -57,6 +58,6 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(Text(str(cell)) for cell in row))  # a plain string would be searched for markup
     console = Console()
     Console(width=None if console.is_terminal else 160).print(table)

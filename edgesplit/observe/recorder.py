@@ -101,6 +101,8 @@ def read_events(path: str | Path) -> list[Event]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise RunError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path.name} is not text: {error}") from None
     events = []
     for number, line in enumerate(lines[:-1], start=1):
         try:

@@ -128,6 +128,10 @@ class Command:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def send_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process group, as a terminal does at Ctrl-C."""
+        os.killpg(self.pid, number)
+
     def end(self, timeout: float = LONGEST_S) -> Ended:
         """Wait for the end, and for that of everything it started."""
         try:

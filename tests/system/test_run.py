@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 from safetensors.numpy import load_file
 
 from edgesplit import checkpoint
@@ -189,11 +191,14 @@ def test_a_killed_run_is_resumed_exactly(place: Shell, small: Ended) -> None:
     assert "has done its 3 rounds: set rounds higher to go on" in refused.error
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_interrupted(place: Shell, number: signal.Signals) -> None:
-    name = f"interrupted-{number.name}"
-    command = place.begin(name)
-    command.wait_step().send(number)
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "terminal"])
+def test_interrupted(place: Shell, how: str) -> None:
+    name = f"interrupted-{how}"
+    command = place.begin(name).wait_step()
+    if how == "terminal":
+        command.send_group(signal.SIGINT)
+    else:
+        command.send(signal.Signals[how])
     ended = command.end()
     assert ended.status == 130
     assert ended.error == "error: interrupted"
@@ -254,6 +259,20 @@ def test_two_runs_on_one_broker(place: Shell, mosquitto: Mosquitto, small: Ended
     assert weights == [small.json["weights"], other.json["weights"]]
     for command in both:
         command.gone(0.5)
+    assert not [topic for topic in retained(mosquitto.port) if topic.startswith("edgesplit/beside-")]
+
+
+def retained(port: int) -> list[str]:
+    """Topics of which the broker keeps a message."""
+    found = []
+    client = paho.Client(CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: found.append(message.topic)
+    client.connect("127.0.0.1", port)
+    client.subscribe("#", qos=1)
+    client.publish("end", b"", qos=1)  # comes back after all that is kept
+    wait_until("the messages kept", lambda: client.loop(0.1) == paho.MQTT_ERR_SUCCESS and "end" in found)
+    client.disconnect()
+    return found
 
 
 def test_a_node_that_finds_two_runs_asks_which(place: Shell, mosquitto: Mosquitto) -> None:

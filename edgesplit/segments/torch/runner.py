@@ -237,7 +237,7 @@ class TorchRunner:
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a parameter or buffer: the dict and its key, the name in the model, and what is there now."""
+    """Where a module keeps a parameter or buffer: dict and key, the name in the model, and what is there now."""
 
     place: dict[str, Any]
     key: str
