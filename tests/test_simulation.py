@@ -48,7 +48,7 @@ def draw_plan(rng: Random) -> Plan:
     devices = [f"d{i}" for i in range(count)]
     edge = {device: f"e{rng.randrange(2)}" for device in devices}
     paths: dict[str, list[str]]
-    match rng.choice(["chain", "u", "loop", "tree", "tree", "star", "u-tree", "u-star", "devices", "mixed"]):
+    match rng.choice(["chain", "u", "loop", "tree", "tree", "star", "u-tree", "u-star", "devices", "mixed", "uneven"]):
         case "chain":
             paths = {"d0": [["d0", "n1", "n2", "n3"][i] for i in range(rng.randint(1, 4))]}
         case "u":
@@ -65,6 +65,8 @@ def draw_plan(rng: Random) -> Plan:
             paths = {d: [d, "c", d] for d in devices}
         case "devices":
             paths = {d: [d] for d in devices}
+        case "uneven":
+            paths = {d: [d, "c"] if i % 2 else [d, edge[d], "c"] for i, d in enumerate(devices)}
         case _:
             paths = {d: rng.choice([[d], [d, "c"], [d, edge[d], "c"], [d, "c", d]]) for d in devices}
     layers = max(layers, *(len(nodes) for nodes in paths.values()), 1)

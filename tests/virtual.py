@@ -159,6 +159,7 @@ class IntEngine:
         self.live: dict[tuple[int, int], _Pass] = {}
         self.pending: dict[tuple[int, int], dict[int, int]] = {}
         self.scales: dict[int, set[int]] = defaultdict(set)
+        self.reckoned: dict[int, float] = {}  # step -> the loss scale that its gradients were divided by
         self.counted: Counter[tuple[int, int, int, int]] = Counter()  # asynchronous: (stage, micro, step, layer)
 
     def machine(self, barrier: bool) -> NodeMachine:
@@ -262,6 +263,7 @@ class IntEngine:
                 self.counted[stage, run.action.micro, step, layer] += 1
             return Outcome()
         clip = 1.0
+        assert self.reckoned.get(step, self.loss_scale) == self.loss_scale, "a step's own scale until its update"
         if run.commit is not None:
             told = Commit.of(run.commit.meta)
             assert told.step == step
@@ -297,6 +299,7 @@ class IntEngine:
         if not self.case.synchronous:
             return Outcome(report=Report(step, skipped=int(not finite)))
         assert self.scales.pop(step, set()) <= {int(self.loss_scale)}, "one loss scale for a step, everywhere"
+        self.reckoned[step] = self.loss_scale
         sums = self.sums.get(step, {})
         layers = {la: (w, square_of(g) if g is not None and w else 0.0) for la, (g, w) in sums.items()}
         arrays = {f"{la}/p": g for la, (g, _) in sums.items() if la in self.shared and g is not None}
@@ -307,12 +310,14 @@ class IntEngine:
         self.loss_scale = commit.loss_scale
         if commit.apply:
             self.undo.pop(commit.step, None)
+            self.reckoned.pop(commit.step, None)
             for layer, (_, weight) in self.sums.pop(commit.step, {}).items():
                 self.total[layer] += weight
             return Outcome()
         for step in sorted((s for s in self.undo if s >= commit.step), reverse=True):
             self.weights |= self.undo.pop(step)
         self.sums = {step: sums for step, sums in self.sums.items() if step < commit.step}
+        self.reckoned = {step: scale for step, scale in self.reckoned.items() if step < commit.step}
         self.scales = defaultdict(set, {step: s for step, s in self.scales.items() if step < commit.step})
         self.live.clear()
         return Outcome()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
 
 from edgesplit.errors import RunError
 from edgesplit.segments.base import Weights
@@ -12,6 +12,7 @@ from edgesplit.weights.store import LayerStore
 from edgesplit.weights.sums import Grads, Layer, finite
 
 Phase = Literal["F", "B"]
+T = TypeVar("T")
 """Forward, or backward (whole, or its halves). Evaluation uses the store's weights: it needs no policy."""
 
 
@@ -117,8 +118,8 @@ class Stash:
     def __init__(self, store: LayerStore, layers: Sequence[Layer]) -> None:
         self.store, self.layers, self.skipped = store, tuple(layers), 0
         self.delays: Counter[int] = Counter()
-        self._live: dict[int, int] = {}
-        self._versions: dict[int, Weights] = {}
+        self._live: dict[int, tuple[int, ...]] = {}  # a stamp and not a number: layers are shared with other stages
+        self._versions: dict[tuple[int, ...], Weights] = {}
         self._pending: dict[int, tuple[Grads, float]] = {}
 
     @property
@@ -129,20 +130,20 @@ class Stash:
     @property
     def held(self) -> tuple[int, ...]:
         """The versions kept for live micro-batches."""
-        return tuple(sorted(self._versions))
+        return tuple(sorted(max(stamp) for stamp in self._versions))
 
     def weights(self, micro: int, phase: Phase) -> tuple[int, Weights]:
         """Return the newest version forward, and the same one backward."""
         if phase == "F":
-            self._live[micro] = self.version
-            if self.version not in self._versions:
-                self._versions[self.version] = self.store.params_of(self.layers)
-        version = _of(self._live, micro)
-        return version, self._versions[version]
+            stamp = self._live[micro] = self.store.stamp(self.layers)
+            if stamp not in self._versions:
+                self._versions[stamp] = self.store.params_of(self.layers)
+        stamp = _of(self._live, micro)
+        return max(stamp), self._versions[stamp]
 
     def delay(self, micro: int) -> int:
         """How many updates came since the forward."""
-        return self.version - _of(self._live, micro)
+        return self.version - max(_of(self._live, micro))
 
     def accumulate(self, micro: int, grads: Grads, delay: int, weight: float) -> None:
         """Hold the gradients until the micro-batch's update, and free versions."""
@@ -175,10 +176,10 @@ class Stash:
 
     def _free(self) -> None:
         needed = set(self._live.values())
-        self._versions = {version: weights for version, weights in self._versions.items() if version in needed}
+        self._versions = {stamp: weights for stamp, weights in self._versions.items() if stamp in needed}
 
 
-def _of(live: dict[int, int], micro: int) -> int:
+def _of(live: Mapping[int, T], micro: int) -> T:
     if micro not in live:
         raise RunError(f"micro-batch {micro} has no live forward here")
     return live[micro]

@@ -220,6 +220,10 @@ class LayerStore:
         """How many updates these layers have had."""
         return max((self._versions[layer] for layer in layers), default=0)
 
+    def stamp(self, layers: Iterable[str]) -> tuple[int, ...]:
+        """The version of each of these layers: equal stamps mean equal weights."""
+        return tuple(self._versions[layer] for layer in layers)
+
     def round_weights(self) -> dict[Layer, float]:
         """Layer -> weight of the confirmed steps since the last :meth:`reset_round`."""
         return dict(self._round)

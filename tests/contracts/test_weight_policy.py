@@ -239,3 +239,21 @@ def test_latest_refuses_an_order_that_needs_versions() -> None:
     policy.drop([1])
     with pytest.raises(RunError, match="no live forward"):
         policy.delay(1)
+
+
+def test_stash_tells_versions_of_overlapping_stages_apart() -> None:
+    """Layers that another stage of the same node updates too: equal newest numbers, different weights."""
+    params = {"a": ["a.w"], "b": ["b.w"]}
+    spec = OptimizerSpec((Rule(name="sgd", lr=1.0),), {"a.w": 0, "b.w": 0})
+    store = LayerStore(params, {}, spec)
+    store.load({"a.w": np.zeros(1), "b.w": np.zeros(1)})
+    both, only_b = Stash(store, ["a", "b"]), Stash(store, ["b"])
+    for policy, micro in ((only_b, 1), (both, 2)):
+        policy.weights(micro, "F")
+    only_b.accumulate(1, {"b.w": np.ones(1)}, 0, 1.0)
+    only_b.apply(0, 1, 1.0)  # b is at 1, a at 0
+    both.weights(3, "F")
+    store.apply(["a"], {"a.w": np.ones(1)}, 1.0)  # the newest number is 1 as before
+    both.weights(4, "F")
+    seen = {micro: {n: float(a[0]) for n, a in both.weights(micro, "B")[1].items()} for micro in (2, 3, 4)}
+    assert seen == {2: {"a.w": 0, "b.w": 0}, 3: {"a.w": 0, "b.w": -1}, 4: {"a.w": -1, "b.w": -1}}
