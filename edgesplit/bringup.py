@@ -118,7 +118,7 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
 
 def _sizes(reply: Message, part: str) -> list[int]:
     sizes = (reply.meta.get("sizes") or {}).get(part)
-    if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise RunError(f"{reply.sender!r} did not say how many samples it has: run the same version everywhere")
     return sizes
 

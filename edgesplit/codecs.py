@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,13 +173,20 @@ def _bf16_to_float(bits: Array) -> Array:
 
 
 def _dtype_name(array: Array, dtype: str | None) -> str:
-    name = dtype or array.dtype.name
+    own = _name_of(array.dtype)
+    name = dtype or own
     if name == BFLOAT16:
-        if array.dtype.name != "uint16":
-            raise CodecError(f"bfloat16 is given as its bits in uint16, not as {array.dtype.name}")
-    elif name not in _ITEMSIZES or name != array.dtype.name:
-        raise CodecError(f"{array.dtype.name} array cannot be sent as {name}: use bool, integers, floats or complex")
+        if own != "uint16":
+            raise CodecError(f"bfloat16 is given as its bits in uint16, not as {own}")
+    elif name not in _ITEMSIZES or name != own:
+        raise CodecError(f"{own} array cannot be sent as {name}: use bool, integers, floats or complex")
     return name
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """``dtype.name``, which numpy makes anew each time."""
+    return dtype.name
 
 
 def _itemsize(dtype: str) -> int:

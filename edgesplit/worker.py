@@ -6,6 +6,7 @@ import heapq
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import Any
 
 from edgesplit.emulation import Emulator
@@ -164,11 +165,11 @@ class Worker:
                 self._emulator.pace(work, start, self._clock, time.sleep)
             event = Event(self.name, work.action, start, self._clock(), work.step.step, outcome.version)
             self._events.append(event)
-        sends = machine.done(work, outcome)
-        for send in sends:
-            self._send(send)
+        for to, sends in groupby(machine.done(work, outcome), key=lambda send: send.to):
+            self._transport.send(to, *(self._finished(send) for send in sends))
 
-    def _send(self, send: Send) -> None:
+    def _finished(self, send: Send) -> Message:
+        """Return the message with what only the shell knows."""
         message = send.message
         if message.kind == "report":
             self._on_step()
@@ -177,7 +178,7 @@ class Worker:
             message = _with_meta(message, self._take_events() | traffic)
         if self._emulator is not None and message.kind in DATA_KINDS:
             message = self._emulator.stamp(send.to, message, self._clock())
-        self._transport.send(send.to, message)
+        return message
 
     def _take_events(self) -> dict[str, Any]:
         events, self._events = self._events, []

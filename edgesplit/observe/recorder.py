@@ -25,6 +25,7 @@ class Recorder:
         self._file: TextIO | None = None
         self._path = str(path)
         if path is not None:
+            _drop_cut_line(Path(path))
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close
 
     def add(self, event: Event) -> None:
@@ -64,6 +65,13 @@ class Recorder:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Shorten a file to its last whole line: a crash or a full disk may have cut one, and more follow now."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def to_json(event: Event) -> dict[str, Any]:

@@ -115,8 +115,8 @@ class Transport(Protocol):
         """Return the inbox of ``node`` (a network transport has one node's only), receiving from now on."""
         ...
 
-    def send(self, node: str, message: Message) -> None:
-        """Queue ``message`` for ``node``; never blocks on the network and never drops."""
+    def send(self, node: str, *messages: Message) -> None:
+        """Queue ``messages`` for ``node``, to travel together; never blocks on the network and never drops."""
         ...
 
     def probe(self, peers: Iterable[str], timeout: float = 10.0) -> None:

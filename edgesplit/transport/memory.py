@@ -34,13 +34,17 @@ class MemoryTransport:
                     inbox.put(message)
             return self._inboxes[node]
 
-    def send(self, node: str, message: Message) -> None:
-        """Put a copy of ``message`` into the inbox of ``node``, or keep it until that is opened.
+    def send(self, node: str, *messages: Message) -> None:
+        """Put a copy of each message into the inbox of ``node``, or keep it until that is opened.
 
         Raises:
-            FrameError: the message could not travel (see :func:`frames.encode`).
+            FrameError: a message could not travel (see :func:`frames.encode`).
             TransportError: the transport is closed, or a name is none.
         """
+        for message in messages:
+            self._send(node, message)
+
+    def _send(self, node: str, message: Message) -> None:
         for name in (node, message.sender):
             if not frames.valid_name(name):
                 raise TransportError(f"node name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -")

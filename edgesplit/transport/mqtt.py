@@ -26,8 +26,10 @@ from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
 from edgesplit.transport.address import Address, parse_url, password
 from edgesplit.transport.base import Inbox, Message
+from edgesplit.transport.bundle import bundle, unbundle
 from edgesplit.transport.frames import LIMITS, Flag, Limits
 from edgesplit.transport.presence import CLOSED, FRESH, Presence, Status
+from edgesplit.transport.pump import Pump
 from edgesplit.transport.reliable import Deliver, Effect, Publish, Reached, Reliable, Settings
 
 log = logging.getLogger("edgesplit.transport.mqtt")
@@ -53,6 +55,7 @@ class _Answers:
     connack: ReasonCode | None = None
     packet_limit: int = 0
     granted: list[ReasonCode] | None = None
+    unsubscribed: bool = False
     lost: str | None = None
 
 
@@ -141,6 +144,7 @@ class MqttTransport:
             self._claim_name()
         except BaseException:
             self._drop(self._client)
+            self._pump.close()
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -157,13 +161,14 @@ class MqttTransport:
             raise TransportError(f"this transport is {self.node!r}'s: {node!r} needs its own")
         return self._inbox
 
-    def send(self, node: str, message: Message) -> None:
-        """Queue ``message`` for ``node``; it is copied, so its arrays may change afterwards.
+    def send(self, node: str, *messages: Message) -> None:
+        """Queue ``messages`` for ``node``, to travel as one; they are copied, so their arrays may change afterwards.
 
         Raises:
-            FrameError: the message cannot travel.
+            FrameError: a message cannot travel.
             TransportError: the transport is closed, or a name is wrong.
         """
+        message = bundle(messages)
         if message.sender != self.node:
             raise TransportError(f"{self.node!r} cannot send a message of {message.sender!r}")
         if not frames.valid_name(node):
@@ -171,7 +176,7 @@ class MqttTransport:
         body = frames.encode(message, self._limits)
         size = sum(len(segment) for segment in body)
         if node == self.node:
-            self._inbox.put(frames.decode(memoryview(b"".join(body)), node, self._limits))
+            self._deliver(frames.decode(memoryview(b"".join(body)), node, self._limits))
             return
         with self._sending:  # one message at a time, but its first chunks are on their way before the last is cut
             for chunk in frames.split(body, self.chunk_size, self.node, self._link.free):
@@ -179,6 +184,7 @@ class MqttTransport:
                     if self._closed:
                         raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
                     self._perform(self._link.send(node, [chunk], time.monotonic()))
+                self._pump.published()
             self._traffic[node] += size
 
     def flush(self, timeout: float) -> None:
@@ -203,6 +209,7 @@ class MqttTransport:
             self._reached -= wanted
             for peer in sorted(wanted):
                 self._perform(self._link.hello(peer, time.monotonic()))
+            self._pump.ring()
             if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
                 missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in sorted(wanted - self._reached))
                 raise TransportTimeout(
@@ -239,9 +246,13 @@ class MqttTransport:
             self._perform(self._link.closing())
             self._closed = True
             self._closing.set()
-            if self._connected:  # what is published wakes the thread
+            if self._connected:
                 self._client.publish(self._topic(self.node, "status"), self._status("offline", CLOSED), qos=0)
                 self._client.publish(self._topic(self.node, "status"), b"", qos=0, retain=True)
+                # A socket that is closed with something unread resets the connection, and the broker loses what it
+                # has not read either: nothing may come any more.
+                self._client.unsubscribe([topic for topic, _ in self._topics()])
+        self._pump.ring()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -255,16 +266,19 @@ class MqttTransport:
     def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
         for version in versions:
             client = self._new_client(version)
+            self._pump = Pump(client, direct=not (self._address.tls or self._address.websockets))
             answers = self._answers = _Answers()
             try:
                 client.connect(self._address.host, self._address.port, KEEPALIVE)
             except (OSError, ValueError) as error:
                 self._drop(client)
+                self._pump.close()
                 raise TransportError(f"cannot reach the broker at {self._address}: {error}") from None
-            self._loop_until(client, lambda: self._answers.connack is not None)
+            self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and not answers.connack.is_failure:
                 return version, client
             self._drop(client)
+            self._pump.close()
             reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
             if reason != _OLD_BROKER:
                 raise refusal(self._address, reason)
@@ -290,15 +304,16 @@ class MqttTransport:
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = self._on_subscribe
+        client.on_unsubscribe = self._on_unsubscribe
         client.on_message = self._on_message
         client.on_socket_open = _no_delay
-        # Without this paho would write to the socket from whichever thread publishes.
+        # Without this paho would write to the socket by itself: see Pump.
         client.on_socket_register_write = _nothing
         return client
 
     def _subscribe_first(self) -> None:
         self._subscribe()
-        if not self._loop_until(self._client, lambda: self._answers.granted is not None):
+        if not self._loop_until(lambda: self._answers.granted is not None):
             what = self._answers.lost or f"nothing within {self._timeout:g} s"
             raise TransportError(f"the broker at {self._address} does not answer a subscription ({what})")
         for (topic, _), code in zip(self._topics(), self._answers.granted or [], strict=False):
@@ -319,7 +334,7 @@ class MqttTransport:
             (chunk,) = frames.split([bytes(size - head)], size, self.node)
             data = frames.seal(chunk, Flag.PROBE, self._run_hash, self.node, self._boot, self._boot)
             self._client.publish(self._topic(self.node), data, qos=self._qos)
-        if not self._loop_until(self._client, lambda: self._probed > 0):
+        if not self._loop_until(lambda: self._probed > 0):
             what = (
                 "the broker closed the connection"
                 if self._answers.lost
@@ -336,10 +351,10 @@ class MqttTransport:
         name = self._name
         if name.rival_time >= time.time() - FRESH:
             # It may be a dead process's, kept by the broker: a living one refreshes it.
-            self._loop_until(self._client, lambda: name.rival_lives, 2.5 * self._heartbeat)
+            self._loop_until(lambda: name.rival_lives, 2.5 * self._heartbeat)
         if not name.rival_lives:
             self._publish_status()
-            self._loop_until(self._client, lambda: name.echoed)
+            self._loop_until(lambda: name.echoed)
         if name.rival_lives:
             raise TransportError(
                 f"node {self.node!r} is already in run {self.run!r} (another process refreshes its status): "
@@ -352,11 +367,11 @@ class MqttTransport:
             )
         self._connected = self._open = True
 
-    def _loop_until(self, client: paho.Client, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def _loop_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         while not done():
             left = deadline - time.monotonic()
-            if left <= 0 or self._answers.lost is not None or client.loop(min(left, 0.1)) != paho.MQTT_ERR_SUCCESS:
+            if left <= 0 or self._answers.lost is not None or not self._pump.turn(min(left, 0.1)):
                 break
         return done()
 
@@ -365,16 +380,17 @@ class MqttTransport:
     def _network(self) -> None:
         while not self._closing.is_set():
             try:
-                if self._client.loop(self._work(time.monotonic())) != paho.MQTT_ERR_SUCCESS:
+                if not self._pump.turn(self._work(time.monotonic())):
                     self._reconnect()
             except Exception:  # whatever it was, the others must still be served
                 log.exception("network thread of %s", self.node)
         with self._lock:
             deadline = time.monotonic() + 2.0  # close() has queued its goodbye by now
-        while self._client.want_write() and time.monotonic() < deadline:
-            if self._client.loop(0.05) != paho.MQTT_ERR_SUCCESS:
+        while self._connected and not self._answers.unsubscribed and time.monotonic() < deadline:
+            if not self._pump.turn(0.05):
                 break
         self._drop(self._client)
+        self._pump.close()
 
     def _work(self, now: float) -> float:
         """Do what is due; returns for how many seconds nothing else will be."""
@@ -405,15 +421,16 @@ class MqttTransport:
             pause = min(2 * pause, 1.0)
             answers = self._answers = _Answers()
             try:
-                self._client.reconnect()
+                with self._pump.writing:
+                    self._client.reconnect()
             except (OSError, ValueError):
                 continue
-            self._loop_until(self._client, lambda: self._answers.connack is not None)
+            self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and answers.connack.is_failure:
                 self._inbox.fail(refusal(self._address, answers.connack.getName()))
             elif answers.connack is not None:
                 self._subscribe()
-                if self._loop_until(self._client, lambda: self._answers.granted is not None):
+                if self._loop_until(lambda: self._answers.granted is not None):
                     self._resume(time.monotonic())
 
     def _resume(self, now: float) -> None:
@@ -475,6 +492,9 @@ class MqttTransport:
     def _on_subscribe(self, _c: paho.Client, _u: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
         self._answers.granted = codes
 
+    def _on_unsubscribe(self, _c: paho.Client, _u: Any, _m: int, _codes: list[ReasonCode], _p: Any) -> None:
+        self._answers.unsubscribed = True
+
     def _on_message(self, client: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
         """Nothing that the network brings may end the thread."""
         try:
@@ -506,7 +526,11 @@ class MqttTransport:
             deliveries = self._perform(self._link.received(frame, now))
             self._progress.notify_all()
         for delivery in deliveries:
-            self._inbox.put(frames.decode(delivery.body, delivery.sender, self._limits))
+            self._deliver(frames.decode(delivery.body, delivery.sender, self._limits))
+
+    def _deliver(self, message: Message) -> None:
+        for part in unbundle(message):
+            self._inbox.put(part)
 
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
@@ -545,7 +569,8 @@ class MqttTransport:
             for _ in range(20):
                 if client.loop(0.05) != paho.MQTT_ERR_SUCCESS:
                     break
-        client.on_connect = client.on_disconnect = client.on_subscribe = client.on_message = None
+        client.on_connect = client.on_disconnect = client.on_subscribe = None
+        client.on_unsubscribe = client.on_message = None
         client.on_socket_open = client.on_socket_register_write = None
 
 

@@ -28,6 +28,10 @@ class _Entries(torch.autograd.Function):
         return (None,) * (len(grads) + 1)
 
 
+_TOKEN = torch.zeros((), requires_grad=True)
+"""What makes a call of :class:`_Entries` part of the graph; it never gets a gradient."""
+
+
 def entries(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, GradientEdge]]:
     """Return the tensors as ones that require a gradient, and the edges where those gradients arrive.
 
@@ -37,7 +41,7 @@ def entries(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
         return {}, {}
     # `.data` shares memory but not the count of in-place writes, which marking as dirty raises.
     plain = [tensor.data for tensor in tensors.values()]
-    made = _Entries.apply(torch.zeros((), requires_grad=True), *plain)  # type: ignore[no-untyped-call]
+    made = _Entries.apply(_TOKEN, *plain)  # type: ignore[no-untyped-call]
     node = made[0].grad_fn
     return dict(zip(tensors, made, strict=True)), {name: GradientEdge(node, i) for i, name in enumerate(tensors)}
 

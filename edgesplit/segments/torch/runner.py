@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from edgesplit.errors import PlanError, RunError, TaskError
 from edgesplit.segments.base import Arrays, Output, Samples, Weights
-from edgesplit.segments.masks import KeyedRandomness, Running
+from edgesplit.segments.masks import KeyedRandomness, Running, may_draw
 from edgesplit.segments.torch.graph import Graph, Versions, entries
-from edgesplit.segments.torch.values import each, from_arrays, named, settled, to_arrays
+from edgesplit.segments.torch.values import each, fresh, from_arrays, named, settled, to_arrays
 from edgesplit.splitting import Chain, Value, checked, random_names, set_train
 from edgesplit.task import Task
 
@@ -47,6 +47,7 @@ class TorchRunner:
         pairs = list(zip(self._layers, self._modules, strict=True))
         self._params = [_slots(module, layer.params) for layer, module in pairs]
         self._buffers = [_slots(module, layer.buffers, "_buffers") for layer, module in pairs]
+        self._draws = any(may_draw(module) for root in self._modules for module in root.modules())
         self._needed = tuple(dict.fromkeys(name for layer in self._layers for _, name in layer.params))
         for module in self._modules:
             set_train(module, task.train_mode)
@@ -164,10 +165,14 @@ class TorchRunner:
             trained, weight_edges = entries({name: weight for name, weight in given.items() if weight.requires_grad})
             value = {**value, **wanted} if isinstance(value, dict) else next(iter(wanted.values()), value)
             versions = Versions(given)
-            randomness = KeyedRandomness(self._running, samples, attention=self._device.type != "cpu")
-            with versions.hooks(), randomness:
+            with versions.hooks(), self._randomness(samples):
                 value = self._chain({**given, **trained}, buffers, value)
         return Graph(versions, input_edges, weight_edges), value
+
+    def _randomness(self, samples: Samples) -> AbstractContextManager[object]:
+        if not self._draws:
+            return nullcontext()
+        return KeyedRandomness(self._running, samples, attention=self._device.type != "cpu")
 
     def _given(self, weights: Weights) -> dict[str, Tensor]:
         try:
@@ -232,7 +237,7 @@ class TorchRunner:
             if output is None or array.shape != tuple(output.shape):
                 known = {name: tuple(tensor.shape) for name, tensor in graph.outputs.items()}
                 raise RunError(f"gradient {name!r} of shape {array.shape} for micro-batch {micro}, whose are {known}")
-            graph.received[name] = torch.tensor(array, dtype=output.dtype, device=self._device)
+            graph.received[name] = fresh(array, self._device).to(output.dtype)
         return graph
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,20 @@ def from_arrays(arrays: Arrays, device: torch.device | str = "cpu") -> Any:
 
     Fresh, because where an array begins in a message would change the bits of matrix products.
     """
-    tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+    tensors = {name: fresh(array, device) for name, array in arrays.items()}
     return tensors[BARE] if list(tensors) == [BARE] else tensors
+
+
+def fresh(array: np.ndarray[Any, Any], device: torch.device | str = "cpu") -> Tensor:
+    """Return the array as a tensor in memory of its own (``torch.tensor``, without its search for what it is given)."""
+    tensor = torch.empty(array.shape, dtype=_torch_dtype(array.dtype))
+    tensor.numpy()[...] = array
+    return tensor.to(device)
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
 
 
 def named(value: Value) -> dict[str, Tensor]:
