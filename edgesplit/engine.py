@@ -174,7 +174,8 @@ class Engine:
 
     def _runner(self, span: tuple[int, int]) -> SegmentRunner:
         if span not in self._runners:
-            self._runners[span] = self.kit.runner(*span)
+            self._runners[span] = runner = self.kit.runner(*span)
+            runner.same_weights = self.method.policy == "latest"
         return self._runners[span]
 
     def _policy(self, span: tuple[int, int]) -> WeightPolicy:

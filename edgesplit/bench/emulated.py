@@ -11,6 +11,7 @@ from edgesplit.bench.figures import Figure, median_figure, spread
 from edgesplit.bench.running import processes
 from edgesplit.bench.tasks import BATCH, CHAIN, CHAIN_CUTS
 from edgesplit.costs import LayerTimes
+from edgesplit.errors import PlanError
 from edgesplit.experiment import Experiment
 from edgesplit.loading import load_task
 from edgesplit.methods import simulate
@@ -73,7 +74,7 @@ def slowed(plan: Plan, slowest: Mapping[str, float], samples: int) -> Plan:
         slowest: node -> seconds.
     """
     if plan.topology is None or plan.profile is None:
-        raise ValueError("the plan has no profile or no topology")
+        raise PlanError("a plan without a profile and a topology has no speeds to set")
     topology = Topology.from_dict(plan.topology)
     times = LayerTimes(plan.profile, topology)
     nodes = []

@@ -31,7 +31,7 @@ class Rank:
 
     def __init__(self, rank: int, method: str, micros: int) -> None:
         torch.manual_seed(0)
-        layers = list(SMALL_CNN.model())
+        layers = list(SMALL_CNN.model().children())
         mine = nn.Sequential(*(layers[:SMALL_CNN_CUT] if rank == 0 else layers[SMALL_CNN_CUT:]))
         stage = PipelineStage(mine, rank, RANKS, torch.device("cpu"))
         self.rank = rank

@@ -57,10 +57,13 @@ class SegmentRunner(Protocol):
     ``micro`` names a live forward between ``forward`` and the backward that ends it (``backward``, or
     ``backward_input`` then ``backward_weights``). Gradients are of the *sum* over the micro-batch's weight,
     times ``loss_scale``. A gradient is present only for parameters that have one (not frozen, used).
+
+    ``same_weights``, set once before the first forward, promises that a backward gets the very weights of its forward.
     """
 
     start: int
     stop: int
+    same_weights: bool
 
     def forward(
         self,

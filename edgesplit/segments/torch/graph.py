@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +61,25 @@ class _SavedWeight(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class SameWeights:
+    """The plain graph, for a backward that gets the weights of its forward: what :class:`Versions` does costs time."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def end_forward(self) -> None:
+        """Nothing to forget."""
+
+    def use(self, weights: Weights) -> None:
+        """Refuse other weights than the forward's; none end a backward."""
+        if weights and any(weights.get(name) is not weight for name, weight in self._weights.items()):
+            raise RunError("a backward was given other weights than its forward, although they were to be the same")
 
 
 class Versions:
@@ -127,23 +147,23 @@ class Graph:
 
     Attributes:
         versions: the weights that a backward runs on.
-        inputs, weights: names -> edges where their gradients arrive.
+        inputs, weights: names -> edges (or leaves) where their gradients arrive.
         outputs: what requires a gradient, by name.
         last: it ends in the loss: no gradients come from another node.
         zero: the micro-batch has weight 0: its gradients are zero, whatever the values.
         received: gradients of ``outputs``.
     """
 
-    versions: Versions
+    versions: Versions | SameWeights
     inputs: Mapping[str, GradientEdge]
-    weights: Mapping[str, GradientEdge]
+    weights: Mapping[str, GradientEdge | Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     last: bool = False
     zero: bool = False
     received: dict[str, Tensor] = field(default_factory=dict)
 
     def gradients(
-        self, edges: Iterable[tuple[Any, GradientEdge]], current: Weights, keep: bool = False
+        self, edges: Iterable[tuple[Any, GradientEdge | Tensor]], current: Weights, keep: bool = False
     ) -> dict[Any, Tensor]:
         """Back-propagate ``received`` to ``(key, edge)``; what gets no gradient is left out.
 
@@ -155,11 +175,12 @@ class Graph:
         pairs = list(edges)
         if not pairs or not self.received:
             return {}
+        targets: Any = [edge for _, edge in pairs]
         self.versions.use(current)
         try:
             grads = torch.autograd.grad(
                 [self.outputs[name] for name in self.received],
-                [edge for _, edge in pairs],
+                targets,
                 list(self.received.values()),
                 retain_graph=keep,
                 allow_unused=True,

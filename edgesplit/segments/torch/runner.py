@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from edgesplit.errors import PlanError, RunError, TaskError
 from edgesplit.segments.base import Arrays, Output, Samples, Weights
 from edgesplit.segments.masks import KeyedRandomness, Running, may_draw
-from edgesplit.segments.torch.graph import Graph, Versions, entries
+from edgesplit.segments.torch.graph import Graph, SameWeights, Versions, entries
 from edgesplit.segments.torch.values import each, fresh, from_arrays, named, settled, to_arrays
 from edgesplit.splitting import Chain, Value, checked, random_names, set_train
 from edgesplit.task import Task
@@ -41,6 +42,7 @@ class TorchRunner:
         if not 0 <= start < stop <= len(chain.layers):
             raise PlanError(f"there are no layers {start} to {stop} in a chain of {len(chain.layers)}")
         self.start, self.stop = start, stop
+        self.same_weights = False
         self._task, self._device = task, torch.device(device)
         self._layers = chain.layers[start:stop]
         self._modules, self._running, self._first_calls = _without_weights(chain, start, stop)
@@ -122,7 +124,7 @@ class TorchRunner:
         """Return gradients of the inputs that need one, and of the weights, each only where there is one."""
         graph = self._receive(micro, grads)
         del self._live[micro]
-        edges = [(("input", name), edge) for name, edge in graph.inputs.items()]
+        edges: list[tuple[Any, GradientEdge | Tensor]] = [(("input", n), edge) for n, edge in graph.inputs.items()]
         edges += [(("weight", name), edge) for name, edge in graph.weights.items()]
         found = graph.gradients(edges, weights)
         inputs = {name: grad for (kind, name), grad in found.items() if kind == "input"}
@@ -162,9 +164,13 @@ class TorchRunner:
         wanted = {name: x for name, x in named(value).items() if name in needs_grad and x.is_floating_point()}
         with torch.enable_grad():
             wanted, input_edges = entries(wanted)
-            trained, weight_edges = entries({name: weight for name, weight in given.items() if weight.requires_grad})
+            trained = {name: weight for name, weight in given.items() if weight.requires_grad}
+            versions: Versions | SameWeights = SameWeights(trained)
+            weight_edges: Mapping[str, GradientEdge | Tensor] = trained
+            if not self.same_weights:
+                trained, weight_edges = entries(trained)
+                versions = Versions(given)
             value = {**value, **wanted} if isinstance(value, dict) else next(iter(wanted.values()), value)
-            versions = Versions(given)
             with versions.hooks(), self._randomness(samples):
                 value = self._chain({**given, **trained}, buffers, value)
         return Graph(versions, input_edges, weight_edges), value
