@@ -113,9 +113,9 @@ def run_nodes(
     """
     if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
-    _prepare_torch(threads, deterministic)
     if run is None:
         run = find_run(broker, prefix=prefix)
+    _prepare_torch(threads, deterministic)
     kit = kit_source(task)
     failures: list[BaseException] = []
 

@@ -66,7 +66,7 @@ class RunDirectory:
         path = out if out is not None else Path("runs") / (name or fresh)
         if resume and not (path / "checkpoints").is_dir():
             raise ExperimentError(f"{path} has no checkpoints to resume from")
-        if not resume and (path / "events.jsonl").exists():
+        if not resume and _has_begun(path):
             raise ExperimentError(f"{path} holds a run already: resume it with --resume, or choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -90,3 +90,9 @@ class RunDirectory:
             partial.replace(target)
         except OSError as error:
             raise RunError(f"cannot write {target}: {error.strerror}") from None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run in this folder has done anything; one that was refused may be tried again."""
+    events = path / "events.jsonl"
+    return events.exists() and events.stat().st_size > 0

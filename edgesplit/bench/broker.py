@@ -47,11 +47,16 @@ def own_broker() -> Iterator[tuple[str, str]]:
         )
         try:
             _wait_for(port)
-            yield "mosquitto", f"mqtt://127.0.0.1:{port}"
+            yield _version(found), f"mqtt://127.0.0.1:{port}"
         finally:
             if guard.stdin is not None:
                 guard.stdin.close()
             guard.wait()
+
+
+def _version(mosquitto: str) -> str:
+    lines = subprocess.run([mosquitto, "-h"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return lines[0] if lines else "mosquitto"
 
 
 def _wait_for(port: int) -> None:

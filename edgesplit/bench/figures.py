@@ -96,12 +96,14 @@ def _cpu() -> str:
     return next(names, platform.machine())
 
 
-def report(figures: Sequence[Figure], details: Mapping[str, Any], where: Mapping[str, Any], repeats: int) -> Any:
+def report(
+    figures: Sequence[Figure], details: Mapping[str, Any], where: Mapping[str, Any], repeats: int
+) -> dict[str, Any]:
     """Return the object that ``edgesplit bench`` prints."""
     return {
         "figures": [figure.to_json() for figure in figures],
         "details": dict(details),
         "machine": dict(where),
-        "versions": {**versions(), "broker": str(details.get("broker"))},
+        "versions": versions(),
         "repeats": repeats,
     }

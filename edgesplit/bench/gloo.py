@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from edgesplit.bench.tasks import SMALL_CNN, SMALL_CNN_CUT, SMALL_CNN_IMAGE, Batches
+from edgesplit.bench.tasks import LR, MOMENTUM, SMALL_CNN, SMALL_CNN_CUT, SMALL_CNN_IMAGE, Batches
 
 RANKS = 2
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-LR, MOMENTUM = 0.01, 0.9
 
 
 class Rank:

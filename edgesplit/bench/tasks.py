@@ -16,6 +16,8 @@ BATCH = 48
 KEPT = 8
 """Different batches, which steps take in turn."""
 
+LR, MOMENTUM = 0.01, 0.9
+
 
 class Batches:
     """A shard: an epoch of :data:`KEPT` batches, the same in every epoch.
@@ -59,7 +61,7 @@ def small_cnn_layers() -> list[nn.Module]:
     ]
 
 
-CHAIN_IMAGE = (3, 40, 40)
+CHAIN_IMAGE = (3, 28, 28)
 CHAIN_CUTS = (1, 2)
 """The emulated chain: its images, and the layers with which the second and the third stage begin."""
 
@@ -68,7 +70,7 @@ def chain_layers() -> list[nn.Module]:
     """The layers of the emulated chain's model: three blocks and a classifier."""
     widths = ((3, 16), (16, 32), (32, 48))
     blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in widths]
-    return [*blocks, nn.Sequential(nn.Flatten(), nn.Linear(48 * 5 * 5, 10))]
+    return [*blocks, nn.Sequential(nn.Flatten(), nn.Linear(48 * 3 * 3, 10))]
 
 
 def _task(layers: Callable[[], list[nn.Module]], image: tuple[int, ...]) -> Task:

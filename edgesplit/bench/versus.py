@@ -16,7 +16,7 @@ from typing import Any
 from edgesplit.assembly import build_model
 from edgesplit.bench.figures import Figure, median_figure, spread
 from edgesplit.bench.running import processes
-from edgesplit.bench.tasks import BATCH, SMALL_CNN, SMALL_CNN_CUT
+from edgesplit.bench.tasks import BATCH, LR, MOMENTUM, SMALL_CNN, SMALL_CNN_CUT
 from edgesplit.coordinator import StepDone
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
@@ -51,7 +51,7 @@ def options(method: str) -> Experiment:
         "batch_size": BATCH,
         "rounds": PAIRS + 1,
         "steps_per_round": STEPS,
-        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
+        "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM},
         "evaluate": {"every": 0},
     }
     return Experiment.from_dict(values, source="bench pipeline")

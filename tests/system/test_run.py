@@ -39,16 +39,27 @@ def seven(place: Shell) -> tuple[Command, Ended]:
 
 
 @pytest.fixture(scope="module")
-def small(place: Shell) -> Ended:
-    """A run of three nodes in one process."""
-    return place.run("run", "experiment.yaml", *SMALL, "--name", "small", "--json", "--log-format", "json")
+def two(place: Shell) -> list[Ended]:
+    """Two runs of three nodes in one process, side by side, each over a broker of its own."""
+    arguments = ("run", "experiment.yaml", *SMALL, "--json")
+    options = ("seed=1", "--out", "elsewhere/other", "--log-format", "plain", "--deterministic")
+    commands = [
+        place.start(*arguments, "--name", "small", "--log-format", "json"),
+        place.start(*arguments, *options),
+    ]
+    return [command.end() for command in commands]
 
 
 @pytest.fixture(scope="module")
-def other(place: Shell) -> Ended:
-    """One with another seed, and other options of the command line."""
-    options = ("--out", "elsewhere/other", "--json", "--log-format", "plain", "--deterministic")
-    return place.run("run", "experiment.yaml", *SMALL, "seed=1", *options)
+def small(two: list[Ended]) -> Ended:
+    """The run of seed 0."""
+    return two[0]
+
+
+@pytest.fixture(scope="module")
+def other(two: list[Ended]) -> Ended:
+    """That of seed 1, with other options of the command line."""
+    return two[1]
 
 
 # What a run prints and leaves behind
@@ -186,24 +197,20 @@ def test_a_killed_run_is_resumed_exactly(place: Shell, small: Ended) -> None:
     assert found["accuracy"] == small.json["accuracy"]
     assert found["rounds"] == 3
 
-    refused = place.run(*arguments, "--resume")
-    assert refused.status == 2
-    assert "has done its 3 rounds: set rounds higher to go on" in refused.error
 
-
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "terminal"])
-def test_interrupted(place: Shell, how: str) -> None:
-    name = f"interrupted-{how}"
-    command = place.begin(name).wait_step()
-    if how == "terminal":
-        command.send_group(signal.SIGINT)
-    else:
-        command.send(signal.Signals[how])
-    ended = command.end()
-    assert ended.status == 130
-    assert ended.error == "error: interrupted"
-    command.gone(0.5)
-    assert place.last_checkpoint(name).position.round >= 1
+def test_interrupted(place: Shell) -> None:
+    ways: dict[str, Callable[[Command], None]] = {
+        "int": lambda command: command.send(signal.SIGINT),
+        "term": lambda command: command.send(signal.SIGTERM),
+        "terminal": lambda command: command.send_group(signal.SIGINT),
+    }
+    commands = {name: place.begin(name) for name in ways}
+    for name, command in commands.items():
+        ways[name](command.wait_step())
+        ended = command.end()
+        assert (ended.status, ended.error) == (130, "error: interrupted")
+        command.gone(0.5)
+        assert place.last_checkpoint(name).position.round >= 1
 
 
 def test_interrupted_before_the_first_step(place: Shell) -> None:
