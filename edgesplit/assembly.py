@@ -56,6 +56,8 @@ def build_model(task: Task, experiment: Experiment, *, source: str = "") -> Mode
         TaskError: the model is no chain of layers.
         ExperimentError: no optimizer is given, or two are.
     """
+    if not isinstance(task, Task):
+        raise TaskError(f"the task is a {type(task).__name__}, not a Task (a function that returns one must be called)")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         chain = typed_chain(task, experiment.dtype)

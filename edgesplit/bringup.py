@@ -10,7 +10,7 @@ from edgesplit.assembly import Model
 from edgesplit.conductor import Conductor
 from edgesplit.coordinator import Coordinator, LossScale, StepDone
 from edgesplit.emulation import describe as emulated_part
-from edgesplit.errors import ExperimentError, RunError
+from edgesplit.errors import ExperimentError, RunError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.methods import Method, check
@@ -35,6 +35,11 @@ def make_federation(experiment: Experiment, plan: Plan, strategy: Any) -> Federa
         ExperimentError: a strategy object that would have no effect.
     """
     federation = experiment.federation
+    _check_tiers(experiment, plan)
+    if strategy is None and (federation.strategy != "fedavg" or federation.strategy_args):
+        Federation(federation.strategy, federation.strategy_args)  # refuses what is not known, used or not
+    if strategy is not None and federation.strategy_args:
+        raise ExperimentError("federation.strategy_args has no effect beside a strategy object: give them to that")
     if federation.every == "step" or all(len(nodes) == 1 for nodes in plan.replicas().values()):
         if strategy is not None:
             raise ExperimentError("a strategy has no effect here: no layer has replicas, or every is 'step'")
@@ -42,6 +47,22 @@ def make_federation(experiment: Experiment, plan: Plan, strategy: Any) -> Federa
     if strategy is not None:
         return Federation(strategy)
     return Federation(federation.strategy, federation.strategy_args)
+
+
+def _check_tiers(experiment: Experiment, plan: Plan) -> None:
+    """Refuse ``federation.tiers`` that name no tier whose layers have replicas."""
+    wanted = experiment.federation.tiers
+    if wanted is None:
+        return
+    tiers = plan.tiers()
+    replicated = {
+        tiers[node] for nodes in plan.replicas().values() if len(nodes) > 1 for node in nodes if node in tiers
+    }
+    idle = [tier for tier in wanted if tier not in replicated]
+    if idle or not wanted:
+        known = ", ".join(sorted(replicated)) or "none"
+        near = did_you_mean(idle[0], replicated) if idle else ""
+        raise ExperimentError(f"federation.tiers is {wanted}, but replicas are on tiers: {known}{near}")
 
 
 def make_conductor(

@@ -158,7 +158,7 @@ def _weight(task: Task, experiment: Experiment, plan: Plan) -> Fact:
 
 
 def _sum(task: Task, output: Any, target: Any) -> float:
-    weight = float(task.weight(target))
+    weight = task.weigh(target)
     return float(task.loss(output, target)) * weight if weight else 0.0
 
 

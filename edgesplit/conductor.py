@@ -8,7 +8,7 @@ from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, Replied, StepDone
-from edgesplit.errors import EdgesplitError, FrameError, TransportError, TransportTimeout, did_you_mean
+from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
 from edgesplit.protocol import Send
 from edgesplit.schedule import Action, Event
@@ -51,6 +51,7 @@ class Conductor:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
         self._watch, self._clock = watch, clock
         self._inbox = transport.mailbox(COORDINATOR)
+        self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
@@ -91,6 +92,7 @@ class Conductor:
 
     def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
         """Ask nodes for something and return their answers."""
+        self._refuse_nested()
         number, effects = self.coordinator.request(kind, to, self._clock())
         for effect in self._run(effects):
             if isinstance(effect, Replied) and effect.request == number:
@@ -99,19 +101,29 @@ class Conductor:
 
     def steps(self, drafts: Sequence[Draft], *, evaluate: bool = False) -> Iterator[StepDone]:
         """Issue steps and yield each as it ends."""
+        self._refuse_nested()
         for effect in self._run(self.coordinator.issue(drafts, self._clock(), evaluate=evaluate)):
             if isinstance(effect, StepDone):
                 yield effect
 
     def _run(self, effects: Sequence[Effect]) -> Iterator[Effect]:
         """Act on effects and go on until nothing is open."""
-        yield from self._act(effects)
-        while self.coordinator.busy:
-            message = self._get(TURN_S)
-            if message is not None:
-                yield from self._act(self._take(message))
-            self._watch()
-            yield from self._act(self.coordinator.tick(self._clock()))
+        self._running = True
+        try:
+            yield from self._act(effects)
+            while self.coordinator.busy:
+                message = self._get(TURN_S)
+                if message is not None:
+                    yield from self._act(self._take(message))
+                self._watch()
+                yield from self._act(self.coordinator.tick(self._clock()))
+        finally:
+            self._running = False
+
+    def _refuse_nested(self) -> None:
+        """One thing at a time: a callback that asks for more would take the running round's steps away."""
+        if self._running:
+            raise RunError("steps are running: wait for the round's end (from a callback: use on_round)")
 
     def _act(self, effects: Sequence[Effect]) -> Iterator[Effect]:
         for effect in effects:

@@ -67,6 +67,7 @@ class Feed:
                 "give a Dataset (with __len__ and __getitem__) or an iterable of (x, target) batches"
             )
         self._kept: OrderedDict[tuple[int, int], Batch] = OrderedDict()
+        self._sizes: list[int] = []
         self._pass: tuple[int, int, Iterator[Any]] | None = None  # epoch, next index, iterator
 
     def sizes(self) -> list[int]:
@@ -74,7 +75,8 @@ class Feed:
         if self._indexed:
             count = len(self._source)
             return [min(self.batch_size, count - at) for at in range(0, count, self.batch_size)]
-        return [_samples(self._batch_of(batch), self.device) for batch in self._source]
+        self._sizes = [_samples(self._batch_of(batch), self.device) for batch in self._source]
+        return self._sizes
 
     def batch(self, epoch: int, index: int) -> Batch:
         """Return batch ``index`` of ``epoch``; of the test set where ``epoch`` is :data:`TEST_EPOCH`."""
@@ -117,6 +119,12 @@ class Feed:
                 "an iterable must give the same batches on every pass"
             ) from None
         self._pass = epoch, index + 1, self._pass[2]
+        found = _samples(batch, self.device)
+        if index < len(self._sizes) and found != self._sizes[index]:
+            raise TaskError(
+                f"batch {index} of {self.device!r} had {self._sizes[index]} samples, and has {found} in epoch {epoch}: "
+                "an iterable must give batches of the same sizes on every pass"
+            )
         return batch
 
     def _batch_of(self, batch: Any) -> Batch:

@@ -121,6 +121,10 @@ class Emulator:
     Args:
         node: its name.
         part: what :func:`describe` made.
+
+    Attributes:
+        late: by how many seconds the node has just woken too late, because this machine was busy; its next action or
+            message counts from when it should have woken. Without that the oversleeping of many actions adds up.
     """
 
     def __init__(self, node: str, part: Mapping[str, Any]) -> None:
@@ -134,11 +138,12 @@ class Emulator:
         self._out = {peer: _read_hops(rows)[:1] for peer, rows in part["out"].items()}
         self._in = {peer: _read_hops(rows)[1:] for peer, rows in part["in"].items()}
         self._sending, self._receiving = LinkPacer(), LinkPacer()
+        self.late = 0.0
         self._beyond: dict[tuple[str, int], int] = {}  # op and stage -> actions in a row that took too long
 
     def stamp(self, to: str, message: Message, now: float) -> Message:
         """Return the message stamped with the time at which it leaves this node's first link towards ``to``."""
-        return replace(message, sent=self._sending.arrive(self._out[to], now, message.nbytes))
+        return replace(message, sent=self._sending.arrive(self._out[to], now - self.late, message.nbytes))
 
     def due(self, message: Message) -> float:
         """When a stamped message may be delivered here."""
@@ -165,5 +170,9 @@ class Emulator:
         self._beyond[key] = self._beyond.get(key, 0) + 1 if real > target * SLACK else 0
         if self._beyond[key] >= IN_A_ROW:
             check_real(real, target, self.node, run.action)
-        while (left := start + target - clock()) > 0:
+        end = start - self.late + target
+        slept = False
+        while (left := end - clock()) > 0:
             sleep(left)
+            slept = True
+        self.late = clock() - end if slept else 0.0

@@ -34,7 +34,7 @@ def evaluate(chain: Chain, task: Task, kit: Kit, source: Any) -> dict[str, float
         for index in range(len(feed.sizes())):
             x, target = (from_arrays(part) for part in feed.batch(TEST_EPOCH, index))
             output = chain.model(x)
-            weight = float(task.weight(target))
+            weight = task.weigh(target)
             if weight:
                 add("loss", float(task.loss(output, target)) * weight, weight)
             for name, metric in task.metrics.items():

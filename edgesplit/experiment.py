@@ -295,7 +295,7 @@ class Experiment(Section):
     """when checkpoints are written"""
     log: list[str] = Field(default_factory=list)
     """where metrics go beside the run's folder"""
-    max_skipped: CountFrom0 = 3
+    max_skipped: Count = 3
     """non-finite steps in a row that are skipped before the run ends"""
     loss_scale: LossScale = "off"
     """what losses are multiplied by: `off`, `dynamic` or a number"""
@@ -315,8 +315,6 @@ class Experiment(Section):
     """compute threads of a node; default: one where nodes share a machine"""
     timeouts: TimeoutOptions = Field(default_factory=TimeoutOptions)
     """how long is waited"""
-    verify: bool = False
-    """compare the first step with one process"""
 
     _base: Path = PrivateAttr(default_factory=Path)
 
@@ -439,6 +437,18 @@ def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
         (
             evaluate.every == 0 and (evaluate.best is not None or tuple(evaluate.where) != COORDINATOR_ONLY),
             "evaluate.every is 0, so evaluate.where and evaluate.best have no effect: remove them",
+        ),
+        (
+            evaluate.every > 0 and not evaluate.where,
+            "evaluate.where is empty: name coordinator or device, or set evaluate.every to 0",
+        ),
+        (
+            evaluate.best is not None and "coordinator" not in evaluate.where,
+            "evaluate.best is judged on the held-out set: add coordinator to evaluate.where",
+        ),
+        (
+            by_step and federation.tiers is not None,
+            "federation.tiers has no effect with every: step: remove it",
         ),
         (
             checkpoint.every == 0 and checkpoint.keep != KEPT,

@@ -11,7 +11,7 @@ from edgesplit import checkpoint
 from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
-from edgesplit.resuming import snapshot, take_up
+from edgesplit.resuming import changes, snapshot, take_up
 from edgesplit.training import RoundDone, Training
 
 BEST = "best.safetensors"
@@ -69,8 +69,8 @@ class Keeper:
         found = snapshot(number, self._experiment, coordinator, training, federation, self.best)
         return checkpoint.save(self.directory / "checkpoints", found, self._experiment.checkpoint.keep)
 
-    def resume(self, path: Path, training: Training, federation: Federation | None) -> int:
-        """Take up a checkpoint and return the round that it was written after."""
+    def resume(self, path: Path, training: Training, federation: Federation | None) -> tuple[int, list[str]]:
+        """Take up a checkpoint; return the round that it was written after, and what has changed since."""
         position = take_up(path, self._experiment, training.conductor.coordinator, training, federation)
         self.best = position.best
-        return position.round
+        return position.round, changes(position, self._experiment)

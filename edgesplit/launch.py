@@ -109,7 +109,7 @@ def run(launch: Launch) -> dict[str, Any]:
             )
         )
         if launch.resume:
-            _resume(session, folder)
+            _resume(session, folder, launch.say)
         start = time.perf_counter()
         session.fit()
         seconds = time.perf_counter() - start
@@ -135,11 +135,12 @@ def _fleet(
     return Processes(command, folder.path / "logs", count=count, env=env)
 
 
-def _resume(session: Session, folder: RunDirectory) -> None:
+def _resume(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:
     found = checkpoint.latest(folder.path / "checkpoints")
     if found is None:
         raise ExperimentError(f"{folder.path} has no whole checkpoint to resume from")
-    session.resume(found)
+    for line in session.resume(found):
+        say(f"changed since the checkpoint: {line}")
     if session.next_round > session.experiment.rounds:
         raise ExperimentError(
             f"{folder.path} has done its {session.experiment.rounds} rounds: set rounds higher to go on"

@@ -13,6 +13,9 @@ _FLAT = {
 }
 """Keys that may be given without their section."""
 
+_IDLE = {"broker", "local", "threads"}
+"""Keys that are for processes and brokers."""
+
 
 def options(**keywords: Any) -> Experiment:
     """Make an experiment of keywords: the keys of ``experiment.yaml``, those of two sections also flat.
@@ -23,6 +26,8 @@ def options(**keywords: Any) -> Experiment:
     Raises:
         ExperimentError: as for a file.
     """
+    if idle := sorted(_IDLE & set(keywords)):
+        raise ExperimentError(f"{', '.join(idle)}: no effect where nodes are threads of this process; leave it out")
     data: dict[str, Any] = {"task": "here:task", "topology": "here"}
     for key, value in keywords.items():
         if key in _FLAT:

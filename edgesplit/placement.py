@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from edgesplit.assembly import Model, build_model
@@ -99,21 +100,24 @@ def _state_arrays(model: Model) -> int:
     return max((2 if rule.name != "sgd" else int(rule.momentum > 0) for rule in model.optimizer.rules), default=0)
 
 
-def plan(task: Any, topology: Topology, **keywords: Any) -> Plan:
+def plan(task: Any, topology: Topology | str | Path, **keywords: Any) -> Plan:
     """Plan a Task over a topology.
 
     Args:
         task: a :class:`Task`, a profile, or the names of a chain's layers.
-        topology: the fleet.
+        topology: the fleet, or its file.
         keywords: for a Task, options as in :func:`edgesplit.options.options`, and ``tiers``, ``cuts``, ``planner``;
             otherwise those of :func:`edgesplit.planner.plan`.
     """
+    if isinstance(task, Topology) or callable(task):
+        raise TaskError(f"plan takes a Task and then a topology, not a {type(task).__name__} first")
+    fleet = topology if isinstance(topology, Topology) else Topology.load(topology)
     if not isinstance(task, Task):
-        return make_plan(task, topology, **keywords)
+        return make_plan(task, fleet, **keywords)
     cuts, planner = keywords.pop("cuts", None), keywords.pop("planner", None)
     if planner is not None:
         keywords["plan"] = {"planner": planner}
     if task.optimizer is None:
         keywords.setdefault("optimizer", {"name": "sgd", "lr": 0.1})
     experiment = options(**keywords)
-    return placement(build_model(task, experiment), topology, experiment, cuts=cuts)
+    return placement(build_model(task, experiment), fleet, experiment, cuts=cuts)

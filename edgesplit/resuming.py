@@ -56,6 +56,10 @@ def take_up(
     """
     found = checkpoint.load(path)
     position = found.position
+    for key in ("batch_size", "dtype"):
+        before, now = position.experiment.get(key), experiment.to_dict()[key]
+        if before != now:
+            raise RunError(f"checkpoint {path} has {key} {before}, the experiment {now}: its place in the data is lost")
     if position.seed != experiment.seed:
         raise RunError(f"checkpoint {path} has seed {position.seed}, the experiment {experiment.seed}: set it to that")
     for name, array in {**training.params, **training.buffers}.items():
@@ -74,6 +78,24 @@ def take_up(
         federation.load_state(dict(found.strategy))
     training.load(_held(found.nodes, training))
     return position
+
+
+def changes(position: checkpoint.Position, experiment: Experiment) -> list[str]:
+    """Say in a line each which options a resumed run has that the checkpoint's had not."""
+    before, now = _flat(position.experiment), _flat(experiment.to_dict())
+    keys = [key for key in now if before.get(key) != now[key] and key.partition(".")[0] not in _FREE]
+    return [f"{key} was {before.get(key)!r} and is now {now[key]!r}" for key in keys]
+
+
+_FREE = {"rounds", "broker", "timeouts", "local", "log", "topology"}
+"""Options that may change without a word."""
+
+
+def _flat(values: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{under}{key}.") if isinstance(value, Mapping) else {f"{under}{key}": value}
+    return flat
 
 
 def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[str, Held]:

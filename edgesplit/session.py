@@ -15,7 +15,7 @@ from edgesplit.bringup import assign, make_conductor, make_federation, make_trai
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
 from edgesplit.coordinator import StepDone
-from edgesplit.errors import ExperimentError, NodeLost, RunError, TransportTimeout
+from edgesplit.errors import ExperimentError, NodeLost, RunError, TaskError, TransportTimeout, did_you_mean
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Fleet, Threads
@@ -95,6 +95,7 @@ class Session:
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
+        self._stepped = False
         self._closed = False
         assembly.check_placement(self.model, plan)
         method = assembly.method_for(self.experiment, plan, self.model)
@@ -147,6 +148,7 @@ class Session:
         Raises:
             EdgesplitError: the run cannot go on; says what the other nodes were waiting for.
         """
+        before = list(self.callbacks)
         self.callbacks += callbacks
         if strategy is not None:
             self.training.federation = make_federation(self.experiment, self.plan, strategy)
@@ -166,6 +168,7 @@ class Session:
         finally:
             for callback in self.callbacks:
                 callback.on_end(self)
+            self.callbacks = before
         return self.rounds
 
     @property
@@ -193,26 +196,53 @@ class Session:
 
         Args:
             batch: ``(x, target)``, for a plan with one device, or device -> ``(x, target)``.
+
+        Raises:
+            TaskError: no such batch, or a device that the plan does not have.
         """
-        batches = batch if isinstance(batch, Mapping) else {self.plan.routes[0].device: batch}
         given: dict[str, tuple[int, int]] = {}
         asked = {}
-        self._given += 1
-        for device, (x, target) in batches.items():
+        for device, (x, target) in self._batches(batch).items():
             arrays = {f"x/{n}": a for n, a in self.model.kit.to_arrays(x).items()}
             arrays |= {f"target/{n}": a for n, a in self.model.kit.to_arrays(target).items()}
-            given[device] = self._given, len(next(iter(arrays.values())))
-            asked[device] = ({"index": self._given}, pack(arrays, "raw"))
+            samples = {len(a) if a.ndim else 0 for a in arrays.values()}
+            if len(samples) != 1 or 0 in samples:
+                raise TaskError(
+                    f"the batch of {device!r} has {sorted(samples)} samples: x and target need the same, some"
+                )
+            given[device] = self._given + 1, samples.pop()
+            asked[device] = ({"index": self._given + 1}, pack(arrays, "raw"))
+        self._given += 1
         try:
             self._conductor.ask("insert", asked)
             agenda = self.training.drawn
             draft = one_step(agenda.step, given, agenda.lr(agenda.step))
             agenda.step += 1
             losses = [done.loss for done in self._conductor.steps([draft])]
+            self._stepped = True
         except BaseException as error:
             self._fail(error)
             raise
         return losses[0]
+
+    def _batches(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        devices = [route.device for route in self.plan.routes]
+        if not isinstance(batch, Mapping):
+            if len(devices) > 1:
+                raise TaskError(
+                    f"there are {len(devices)} devices: give {{device: (x, target)}}, for example {devices[0]!r}"
+                )
+            batch = {devices[0]: batch}
+        for device, pair in batch.items():
+            if device not in devices:
+                raise TaskError(f"the plan has no device {device!r}{did_you_mean(str(device), devices)}")
+            if not self.training.drawn.sizes[device]:
+                raise TaskError(f"{device!r} takes no batches: Task.train gave it no data")
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TaskError(f"the batch of {device!r} is a {type(pair).__name__}, not a pair (x, target)")
+        if not batch:
+            raise TaskError("no device has a batch: give {device: (x, target)}")
+        return dict(batch)
 
     def federate(self) -> None:
         """Make the replicas one, after steps driven by hand."""
@@ -231,12 +261,20 @@ class Session:
         held_out = self.task.test(shard)
         if held_out is None:
             return {}
+        self._catch_up()
         self._gather_weights()
         found = evaluate(self.model.chain, self.task, self.model.kit, held_out)
         return {f"test/{name}": value for name, value in found.items()}
 
     def _data_options(self) -> dict[str, Any]:
         return self.experiment.data.model_dump(exclude_none=True)
+
+    def _catch_up(self) -> None:
+        """Fetch what steps by hand have made of the weights, of replicas the first node's."""
+        if self._stepped:
+            self.training.fetch(optimizer=False)
+            self.training.adopt()
+            self._stepped = False
 
     def _gather_weights(self) -> None:
         load_weights(self.model.chain.model, self.weights())
@@ -247,19 +285,21 @@ class Session:
 
     def gather(self) -> nn.Module:
         """Return the original module with the trained weights."""
-        if self._given:
-            self.training.fetch(optimizer=False)
-            self.training.adopt()
+        self._catch_up()
         self._gather_weights()
         return self.model.chain.model
 
-    def resume(self, path: Path) -> None:
+    def resume(self, path: Path) -> list[str]:
         """Go on from a checkpoint, as if the run had never stopped; its plan may differ.
+
+        Returns:
+            The options that have changed since, in a line each.
 
         Raises:
             RunError: the checkpoint is damaged, or of another model or seed.
         """
-        self._resumed = self._keeper.resume(path, self.training, self.training.federation)
+        self._resumed, changed = self._keeper.resume(path, self.training, self.training.federation)
+        return changed
 
     # -- what can be seen
 

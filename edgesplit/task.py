@@ -5,9 +5,12 @@ No torch here: the annotations name its types for the reader and the type checke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from edgesplit.errors import TaskError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,3 +76,17 @@ class Task:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     collate: Callable[[Sequence[Any]], Any] | None = None
     train_mode: Callable[[nn.Module], None] | None = None
+
+    def weigh(self, target: Any) -> float:
+        """Return ``weight(target)``, checked; the default counts the samples of a dict of named targets too.
+
+        Raises:
+            TaskError: it is no finite number from 0 on.
+        """
+        default: Any = len
+        if self.weight is default and isinstance(target, Mapping):
+            return float(len(next(iter(target.values()))))
+        weight = float(self.weight(target))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise TaskError(f"task.weight gives {weight}: it must count the units that the loss is a mean over")
+        return weight

@@ -125,6 +125,7 @@ NOT_YET = (
     NotYet("admit", "", lambda value: value is not None, "every device must be named under nodes"),
     NotYet("nodes.*.profile", "", lambda value: value is not None, "give gflops and memory_mb"),
     NotYet("nodes.*.runtime", " onnx", lambda value: value == "onnx", "nodes compute with torch"),
+    NotYet("nodes.*.threads", "", lambda value: value is not None, "set the experiment's threads"),
     NotYet("nodes.*.processes", " above 1", lambda value: value > 1, "a node is one process"),
 )
 

@@ -90,6 +90,7 @@ class Worker:
 
     def _wait(self, inbox: Inbox) -> None:
         what = self._waiting_for()
+        self._overslept(0.0)
         if not self._due:
             try:
                 self._receive(inbox.get(self.patience, what or "the coordinator"))
@@ -105,6 +106,11 @@ class Worker:
             except TransportError:
                 if inbox.failed:
                     raise
+                self._overslept(self._clock() - self._due[0][0])
+
+    def _overslept(self, seconds: float) -> None:
+        if self._emulator is not None:
+            self._emulator.late = max(seconds, 0.0)
 
     # -- messages
 

@@ -155,6 +155,26 @@ def test_an_action_takes_its_target():
         device.pace(work, start, clock, clock.sleep)
 
 
+def test_oversleeping_does_not_add_up():
+    device, cloud, clock = emulator("d0"), emulator("c"), Clock()
+    work = Work(Action("F", 0, 0), Micro(0, "d0", 0, 1))
+
+    def oversleep(seconds):
+        clock.now += seconds + 0.125
+
+    for turn in range(1, 4):
+        device.pace(work, clock.now, clock, oversleep)
+        assert clock.now == pytest.approx(100.0 + turn + 0.125)
+    message_left = device.stamp("c", message("d0"), clock.now).sent
+    assert message_left == pytest.approx(103.0 + 2.25)
+    clock.now += 0.25  # of other work, which counts
+    device.pace(work, clock.now, clock, clock.sleep)
+    assert clock.now == pytest.approx(104.25)
+    clock.now += 2.0
+    cloud.pace(Work(Action("F", 1, 0), Micro(0, "d0", 0, 1)), clock.now - 2.0, clock, oversleep)
+    assert cloud.late == 0.0, "what was busy all the time has not slept"
+
+
 def test_an_update_is_not_paced():
     clock = Clock()
     emulator("d0").pace(Work(Action("U", 0, 0), None), 0.0, clock, clock.sleep)

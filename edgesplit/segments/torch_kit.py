@@ -39,10 +39,16 @@ def torch_kit(task: Task, chain: Chain, *, dtype: str, source: str = "") -> Kit:
     """
 
     def cast(value: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return {name: a.astype(dtype) if a.dtype.kind == "f" else a for name, a in to_arrays(value).items()}
+        try:
+            arrays = to_arrays(value)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise TaskError(
+                f"the data has a {type(value).__name__} where a tensor or a flat dict of tensors is wanted: {error}"
+            ) from None
+        return {name: a.astype(dtype) if a.dtype.kind == "f" else a for name, a in arrays.items()}
 
     def weigh(target: Arrays) -> float:
-        return float(task.weight(from_arrays(target)))
+        return task.weigh(from_arrays(target))
 
     def data(shard: Shard, test: bool) -> Any:
         make = task.test if test else task.train

@@ -61,7 +61,7 @@ def checked(value: Any, layer: str) -> Value:
         TaskError: it is neither a tensor nor a flat dict of named tensors.
     """
     if isinstance(value, Tensor):
-        return value
+        return carried(value, layer)
     hint = "return a tensor or a flat dict[str, Tensor]"
     if not isinstance(value, Mapping):
         raise TaskError(f"layer {layer!r} gives a {type(value).__name__}, which a cut cannot carry: {hint}")
@@ -72,7 +72,28 @@ def checked(value: Any, layer: str) -> Value:
         raise TaskError(f"layer {layer!r} gives an empty dict: {hint}")
     if list(value) == [BARE]:
         raise TaskError(f"layer {layer!r} gives a dict whose one name is {BARE!r}: return the tensor itself")
-    return dict(value)
+    return unaliased({name: carried(item, layer) for name, item in value.items()})
+
+
+def carried(value: Tensor, layer: str) -> Tensor:
+    """Return a tensor that a cut can carry. Raises TaskError where it is complex or bfloat16, which it cannot."""
+    if value.is_complex() or value.dtype == torch.bfloat16:
+        raise TaskError(
+            f"layer {layer!r} gives {value.dtype}, which a cut cannot carry: "
+            "give real and imaginary part apart, or compute in float32"
+        )
+    return value
+
+
+def unaliased(value: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the dict with no two tensors in the same memory: after a cut they are not, whatever is done in place."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in value.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return apart
 
 
 def build_chain(task: Task) -> Chain:

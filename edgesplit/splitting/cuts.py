@@ -9,32 +9,33 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from edgesplit.errors import TaskError
-from edgesplit.splitting.chain import Chain, layer_params
+from edgesplit.splitting.chain import Chain, layer_buffers, layer_params
 
 
 def check_cuts(chain: Chain, ranges_by_node: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Refuse a placement that tears a tied parameter apart.
+    """Refuse a placement that tears a tied parameter, or a shared buffer, apart.
 
     Args:
         chain: the layers.
         ranges_by_node: node -> the layer ranges ``(start, stop)`` that it runs, over all routes.
 
     Raises:
-        TaskError: a parameter of several layers, and a node that holds some of them but not all.
+        TaskError: a parameter or buffer of several layers, and a node that holds some of them but not all.
     """
-    users: dict[str, list[int]] = {}
-    for index, names in enumerate(layer_params(chain)):
-        for name in names:
-            users.setdefault(name, []).append(index)
+    users: dict[tuple[str, str], list[int]] = {}
+    for kind, by_layer in (("parameter", layer_params(chain)), ("buffer", layer_buffers(chain))):
+        for index, names in enumerate(by_layer):
+            for name in names:
+                users.setdefault((kind, name), []).append(index)
     held = {node: {i for start, stop in ranges for i in range(start, stop)} for node, ranges in ranges_by_node.items()}
-    for name, layers in users.items():
+    for (kind, name), layers in users.items():
         for node, own in held.items():
             inside = [i for i in layers if i in own]
             outside = [i for i in layers if i not in own]
             if inside and outside:
                 others = sorted(other for other in held if outside[0] in held[other])
                 raise TaskError(
-                    f"parameter {name!r} is shared by layer {chain.layers[inside[0]].name!r} on {node!r} and layer "
+                    f"{kind} {name!r} is shared by layer {chain.layers[inside[0]].name!r} on {node!r} and layer "
                     f"{chain.layers[outside[0]].name!r} on {', '.join(map(repr, others)) or 'no node'}: "
                     "put both layers on one node, or untie them in the model"
                 )

@@ -93,7 +93,7 @@ class Reference:
         loss = total = 0.0
         for device, start, stop in self._pieces(batches):
             x, target = (from_arrays(rows(part, start, stop)) for part in batches[device])
-            weight = float(self.task.weight(target))
+            weight = self.task.weigh(target)
             samples = Samples(self.experiment.seed, step, ((device, start, stop),))
             with KeyedRandomness(self.module.named_modules(), samples):
                 output = self.module(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class TorchRunner:
             set_train(module, task.train_mode)
         self._training = [(module, module.training) for root in self._modules for module in root.modules()]
         self._live: dict[int, Graph] = {}
+        self._loss_module = _Loss(self._loss)
 
     def forward(
         self,
@@ -92,8 +93,8 @@ class TorchRunner:
             graph.outputs = {name: tensor for name, tensor in named(value).items() if tensor.requires_grad}
             graph.received = {name: torch.zeros_like(tensor) for name, tensor in graph.outputs.items()}
         else:
-            with torch.enable_grad(), graph.versions.hooks():
-                loss = self._loss(value, from_arrays(target, self._device)) * weight
+            with torch.enable_grad(), graph.versions.hooks(), self._loss_randomness(samples):
+                loss = self._loss_module(value, from_arrays(target, self._device)) * weight
             loss_sum = float(loss.detach())
             if loss.requires_grad:
                 graph.outputs = {"loss": loss}
@@ -112,7 +113,7 @@ class TorchRunner:
             if target is None:
                 return Output(to_arrays(value))
             wanted = from_arrays(target, self._device)
-            weight = float(self._task.weight(wanted))
+            weight = self._task.weigh(wanted)
             loss_sum = float(self._loss(value, wanted)) * weight if weight else 0.0
             metrics = {}
             for name, metric in self._task.metrics.items():
@@ -161,7 +162,9 @@ class TorchRunner:
             raise RunError(f"micro-batch {micro} is live already in layers {self.start} to {self.stop}")
         value: Value = from_arrays(inputs, self._device)
         given = self._given(weights)
-        wanted = {name: x for name, x in named(value).items() if name in needs_grad and x.is_floating_point()}
+        wanted = {name: x for name, x in named(value).items() if name in needs_grad}
+        if exact := [name for name, x in wanted.items() if not x.is_floating_point()]:
+            raise RunError(f"a gradient is wanted of {exact[0]!r}, which is {wanted[exact[0]].dtype}")
         with torch.enable_grad():
             wanted, input_edges = entries(wanted)
             trained = {name: weight for name, weight in given.items() if weight.requires_grad}
@@ -179,6 +182,9 @@ class TorchRunner:
         if not self._draws:
             return nullcontext()
         return KeyedRandomness(self._running, samples, attention=self._device.type != "cpu")
+
+    def _loss_randomness(self, samples: Samples) -> AbstractContextManager[object]:
+        return KeyedRandomness([("task.loss", self._loss_module)], samples, attention=self._device.type != "cpu")
 
     def _given(self, weights: Weights) -> dict[str, Tensor]:
         try:
@@ -245,6 +251,17 @@ class TorchRunner:
                 raise RunError(f"gradient {name!r} of shape {array.shape} for micro-batch {micro}, whose are {known}")
             graph.received[name] = fresh(array, self._device).to(output.dtype)
         return graph
+
+
+class _Loss(nn.Module):
+    """The Task's loss as a module, so that what it draws is keyed as a layer's draws are."""
+
+    def __init__(self, loss: Callable[[Value, Any], Tensor]) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, output: Value, target: Any) -> Tensor:
+        return self._loss(output, target)
 
 
 class _Slot(NamedTuple):

@@ -16,8 +16,8 @@ from edgesplit.splitting import Value
 
 def to_arrays(value: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return a tensor (or number), or a flat dict of tensors, as contiguous numpy arrays; memory may be shared."""
-    named = value if isinstance(value, Mapping) else {BARE: torch.as_tensor(value)}
-    return {name: tensor.detach().contiguous().cpu().numpy() for name, tensor in named.items()}
+    named = value if isinstance(value, Mapping) else {BARE: value}
+    return {name: torch.as_tensor(item).detach().contiguous().cpu().numpy() for name, item in named.items()}
 
 
 def from_arrays(arrays: Arrays, device: torch.device | str = "cpu") -> Any:
