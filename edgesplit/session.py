@@ -208,7 +208,7 @@ class Session:
             samples = {len(a) if a.ndim else 0 for a in arrays.values()}
             if len(samples) != 1 or 0 in samples:
                 raise TaskError(
-                    f"the batch of {device!r} has {sorted(samples)} samples: x and target need the same, some"
+                    f"the batch of {device!r} has {sorted(samples)} samples: give x and target the same, at least one"
                 )
             given[device] = self._given + 1, samples.pop()
             asked[device] = ({"index": self._given + 1}, pack(arrays, "raw"))

@@ -405,11 +405,11 @@ def a_full_disk_at_the_checkpoint(place: Shell) -> None:
 
 @fault
 def a_disk_that_fills_up(place: Shell) -> None:
-    if os.geteuid() != 0:
-        return  # only root can mount one; the limits above stand in for it
     disk = place.cwd / "disk" / "checkpoints"
     disk.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mount.returncode != 0:
+        return  # an ordinary user cannot; the limits above stand in for it
     try:
         command = place.begin("disk", *SMALL, "--out", "disk").wait_step()
         with pytest.raises(OSError, match="No space left"):
