@@ -72,13 +72,13 @@ class Magnitude(nn.Module):
 
 def test_a_model_that_relies_on_an_alias_across_layers_is_no_chain() -> None:
     forked = task(model=lambda: nn.Sequential(nn.Linear(8, 16), Fork(), InPlace(), Join(), nn.Linear(16, 3)))
-    with pytest.raises(es.TaskError, match="differ|chain"):
+    with pytest.raises(es.TaskError, match=r"differ|chain"):
         fit(forked, (2, 3))
 
 
 def test_a_complex_value_between_layers_is_refused() -> None:
     spectral = task(model=lambda: nn.Sequential(nn.Linear(8, 16), Fourier(), Magnitude(), nn.Linear(16, 3)))
-    with pytest.raises(es.TaskError, match="'1' gives torch.complex64, which a cut cannot carry"):
+    with pytest.raises(es.TaskError, match=r"'1' gives torch.complex64, which a cut cannot carry"):
         fit(spectral, (1, 2))
 
 
@@ -87,7 +87,7 @@ def test_buffers_of_a_module_on_two_nodes_are_refused() -> None:
         norm = nn.BatchNorm1d(16, affine=False)
         return nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 16), norm, nn.Linear(16, 3))
 
-    with pytest.raises(es.TaskError, match="buffer '1.running_mean' is shared"):
+    with pytest.raises(es.TaskError, match=r"buffer '1.running_mean' is shared"):
         fit(task(model=shared), (2, 3))
 
 
@@ -140,7 +140,7 @@ def test_a_dict_target_weighs_its_samples() -> None:
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0])
 def test_a_weight_that_counts_nothing_is_refused(weight: float) -> None:
-    with pytest.raises(es.EdgesplitError, match="task.weight gives"):
+    with pytest.raises(es.EdgesplitError, match=r"task.weight gives"):
         fit(task(weight=lambda target: weight))
 
 
@@ -227,8 +227,10 @@ def test_resume_refuses_another_batch_size_and_says_what_else_changed(tmp_path: 
         session.fit()
     path = latest(tmp_path / "checkpoints")
     assert path is not None
-    with es.Session(plan, task(), **{**OPTIONS, "batch_size": 4}) as session:
-        with pytest.raises(es.RunError, match="batch_size 8, the experiment 4"):
-            session.resume(path)
+    with (
+        es.Session(plan, task(), **{**OPTIONS, "batch_size": 4}) as session,
+        pytest.raises(es.RunError, match="batch_size 8, the experiment 4"),
+    ):
+        session.resume(path)
     with es.Session(plan, task(), **{**OPTIONS, "optimizer": {"name": "sgd", "lr": 5.0}}) as session:
         assert session.resume(path) == ["optimizer.lr was 0.1 and is now 5.0"]
