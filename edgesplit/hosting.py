@@ -98,6 +98,7 @@ def run_nodes(
     threads: int = 1,
     deterministic: bool = False,
     on_step: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run nodes to the end of a run, each in a thread of its own.
 
@@ -107,6 +108,7 @@ def run_nodes(
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
         on_step: called with each step that one of the nodes has done its part of.
+        say: told, in a line each, that a run is waited for and that a node has come to it.
 
     Raises:
         EdgesplitError: the first node's that failed.
@@ -114,6 +116,7 @@ def run_nodes(
     if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
     if run is None:
+        say(f"waiting for a run at {broker}")
         run = find_run(broker, prefix=prefix)
     _prepare_torch(threads, deterministic)
     kit = kit_source(task)
@@ -122,6 +125,7 @@ def run_nodes(
     def serve(name: str) -> None:
         try:
             with MqttTransport(broker, run=run, node=name, prefix=prefix) as transport:
+                say(f"{name}: in run {run} at {broker}, waiting for the coordinator's word")
                 Worker(name, transport, kit, facts={"pid": os.getpid()}, on_step=on_step).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)

@@ -108,6 +108,7 @@ def run(launch: Launch) -> dict[str, Any]:
                 on_step=launch.on_step,
             )
         )
+        launch.say(f"all {len(plan.nodes())} nodes have joined")
         if launch.resume:
             _resume(session, folder, launch.say)
         start = time.perf_counter()
@@ -122,7 +123,9 @@ def _fleet(
 ) -> Fleet:
     """Local processes over the embedded broker; over another broker only where ``local`` says so."""
     if experiment.broker != "embedded" and experiment.local.processes is None:
-        launch.say(f"waiting for {len(plan.nodes())} nodes; start each of them, with this code, as")
+        launch.say(
+            f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of the same task file there)"
+        )
         for node in plan.nodes():
             launch.say(f"  edgesplit node {node} --broker {broker} --run {folder.name} --task {reference}")
         return Elsewhere()

@@ -28,6 +28,9 @@ from edgesplit.topology import Node, Topology
 
 METHODS = ("1f1b", "gpipe")
 MICROS = 4
+WINDOW = 2
+"""A node that waits for a gradient runs the next forward meanwhile; in what a step computes that changes nothing."""
+
 PAIRS = 9
 """Blocks of each side, taken in turn, after one of each that is not judged."""
 
@@ -47,7 +50,7 @@ def options(method: str) -> Experiment:
         "task": TASK,
         "topology": "none",
         "plan": {"planner": "manual", "cuts": [SMALL_CNN_CUT]},
-        "pipeline": {"method": method, "micros": MICROS},
+        "pipeline": {"method": method, "micros": MICROS, "window": WINDOW},
         "batch_size": BATCH,
         "rounds": PAIRS + 1,
         "steps_per_round": STEPS,

@@ -36,5 +36,6 @@ def register(app: typer.Typer) -> None:
             threads=threads,
             deterministic=deterministic,
             on_step=mark_started,
+            say=say,
         )
         say(f"{', '.join(names)}: the run has ended")
