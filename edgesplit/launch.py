@@ -172,7 +172,7 @@ def predicted_step(plan: Plan, experiment: Experiment) -> float | None:
         split_backward=experiment.pipeline.split_backward,
         update_all=experiment.federation.every == "step",
     )
-    return float(timeline.makespan) / PREDICTED_STEPS
+    return statistics.median(step_seconds(timeline.events).values())  # as the measured ones are counted
 
 
 def _write(
