@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
+
 from edgesplit import checkpoint
 
 PROJECT = Path(__file__).parent / "project"
@@ -40,6 +43,20 @@ def wait_until(what: str, condition: Callable[[], Any], timeout: float = LONGEST
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
         time.sleep(0.02)
+    return found
+
+
+def kept(port: int) -> list[str]:
+    """Topics of which a broker keeps a message."""
+    found: list[str] = []
+    client = paho.Client(CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: found.append(message.topic)
+    client.connect("127.0.0.1", port)
+    client.subscribe("#", qos=1)
+    client.publish("end", b"", qos=1)  # comes back after all that is kept
+    wait_until("the messages kept", lambda: client.loop(0.1) == paho.MQTT_ERR_SUCCESS and "end" in found)
+    client.disconnect()
+    client.loop(0.1)
     return found
 
 

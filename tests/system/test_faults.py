@@ -20,7 +20,7 @@ from paho.mqtt import publish
 from edgesplit import checkpoint
 from edgesplit.observe.recorder import read_events
 from tests.brokers import Mosquitto, find_mosquitto, free_port
-from tests.system.command import SMALL, Command, Ended, Shell, shell, wait_until
+from tests.system.command import SMALL, Command, Ended, Shell, kept, shell, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -243,9 +243,14 @@ def two_with_one_name(place: Shell) -> None:
 @over_mosquitto
 def a_node_that_never_comes(place: Shell) -> None:
     with mosquitto_with(place) as broker:
-        nodes = place.start("node", "edge", "cloud", "--broker", broker.url)
-        run = place.start("run", "experiment.yaml", *HAND, "timeouts.join_s=12", "--broker", broker.url)
-        refused(run.end(), "no word from 'pi' within 12 s: start 'edgesplit node NAME --broker URL' there")
+        nodes = place.start("node", "edge", "cloud", "--run", "r", "--broker", broker.url)
+        there = {"edgesplit/r/edge/status", "edgesplit/r/cloud/status"}
+        wait_until("both nodes there", lambda: there <= set(kept(broker.port)))
+        options = (*HAND, "timeouts.join_s=10", "--name", "r", "--broker", broker.url)
+        refused(
+            place.run("run", "experiment.yaml", *options),
+            "no word from 'pi' within 10 s: start 'edgesplit node NAME --broker URL' there",
+        )
         refused(nodes.end(), "the run was ended: no word from 'pi'")
 
 
@@ -277,9 +282,9 @@ def a_killed_cloud(place: Shell) -> None:
 
 @fault
 def a_node_that_hangs(place: Shell) -> None:
-    command = place.begin("hung", "topology=small.yaml", "timeouts.step_s=5").wait_step()
+    command = place.begin("hung", "topology=small.yaml", "timeouts.step_s=15").wait_step()
     os.kill(command.node_pid("edge"), signal.SIGSTOP)
-    refused(command.end(), "no progress ", " for 5 s: nothing from ", "'edge'", status=1)
+    refused(command.end(), "no progress ", " for 15 s: nothing from ", "'edge'", status=1)
     command.gone(0.5)
     assert place.last_checkpoint("hung").position.round >= 1
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion
 from safetensors.numpy import load_file
 
 from edgesplit import checkpoint
 from edgesplit.observe.recorder import read_events
 from edgesplit.plan import Plan
 from tests.brokers import Mosquitto
-from tests.system.command import SMALL, Command, Ended, Shell, shell, wait_until
+from tests.system.command import SMALL, Command, Ended, Shell, kept, shell, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -266,20 +264,7 @@ def test_two_runs_on_one_broker(place: Shell, mosquitto: Mosquitto, small: Ended
     assert weights == [small.json["weights"], other.json["weights"]]
     for command in both:
         command.gone(0.5)
-    assert not [topic for topic in retained(mosquitto.port) if topic.startswith("edgesplit/beside-")]
-
-
-def retained(port: int) -> list[str]:
-    """Topics of which the broker keeps a message."""
-    found = []
-    client = paho.Client(CallbackAPIVersion.VERSION2)
-    client.on_message = lambda _client, _data, message: found.append(message.topic)
-    client.connect("127.0.0.1", port)
-    client.subscribe("#", qos=1)
-    client.publish("end", b"", qos=1)  # comes back after all that is kept
-    wait_until("the messages kept", lambda: client.loop(0.1) == paho.MQTT_ERR_SUCCESS and "end" in found)
-    client.disconnect()
-    return found
+    assert not [topic for topic in kept(mosquitto.port) if topic.startswith("edgesplit/beside-")]
 
 
 def test_a_node_that_finds_two_runs_asks_which(place: Shell, mosquitto: Mosquitto) -> None:

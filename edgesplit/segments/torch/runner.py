@@ -162,9 +162,7 @@ class TorchRunner:
             raise RunError(f"micro-batch {micro} is live already in layers {self.start} to {self.stop}")
         value: Value = from_arrays(inputs, self._device)
         given = self._given(weights)
-        wanted = {name: x for name, x in named(value).items() if name in needs_grad}
-        if exact := [name for name, x in wanted.items() if not x.is_floating_point()]:
-            raise RunError(f"a gradient is wanted of {exact[0]!r}, which is {wanted[exact[0]].dtype}")
+        wanted = {name: x for name, x in named(value).items() if name in needs_grad and x.is_floating_point()}
         with torch.enable_grad():
             wanted, input_edges = entries(wanted)
             trained = {name: weight for name, weight in given.items() if weight.requires_grad}
