@@ -18,7 +18,6 @@ from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
-from edgesplit.transport.outbox import Outbox
 from edgesplit.worker import Worker
 
 LAST_WORDS_S = 1.0
@@ -125,7 +124,7 @@ def run_nodes(
 
     def serve(name: str) -> None:
         try:
-            with Outbox(MqttTransport(broker, run=run, node=name, prefix=prefix), name) as transport:
+            with MqttTransport(broker, run=run, node=name, prefix=prefix) as transport:
                 say(f"{name}: in run {run} at {broker}, waiting for the coordinator's word")
                 Worker(name, transport, kit, facts={"pid": os.getpid()}, on_step=on_step).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
