@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -150,6 +151,7 @@ def _prepare_torch(threads: int, deterministic: bool) -> None:
         import torch
     except ImportError:
         raise RunError("this node needs torch: pip install 'edgesplit[torch]'") from None
+    gc.freeze()  # a full collection would go through all of torch, a tenth of a second in the middle of a step
     torch.set_num_threads(threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)

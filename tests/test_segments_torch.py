@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edgesplit.errors import PlanError, RunError, TaskError
 from edgesplit.segments.base import Samples
-from edgesplit.segments.masks import KeyedRandomness, Running, may_draw
+from edgesplit.segments.masks import KeyedRandomness, Running, loss_may_draw, may_draw
 from edgesplit.segments.random import keep_masks
 from edgesplit.segments.torch import TorchRunner, from_arrays, to_arrays
 from edgesplit.segments.torch.values import settled
@@ -441,3 +442,19 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         runner.forward_loss(
             0, weights, {}, to_arrays(torch.ones(2, 3)), frozenset(), one(2), to_arrays(torch.ones(2)), 2.0, 1.0
         )
+
+
+@pytest.mark.parametrize(
+    ("loss", "draws"),
+    [
+        (F.cross_entropy, False),
+        (F.mse_loss, False),
+        (partial(F.cross_entropy, label_smoothing=0.1), False),
+        (nn.CrossEntropyLoss(), False),
+        (F.dropout, True),
+        (lambda output, target: F.dropout(output).mean(), True),
+        (nn.Sequential(nn.Dropout(), nn.Flatten()), True),
+    ],
+)
+def test_only_torchs_own_losses_are_known_not_to_draw(loss: Callable[..., Any], draws: bool) -> None:
+    assert loss_may_draw(loss) is draws

@@ -31,7 +31,7 @@ MICROS = 4
 WINDOW = 2
 """A node that waits for a gradient runs the next forward meanwhile; in what a step computes that changes nothing."""
 
-PAIRS = 9
+PAIRS = 25
 """Blocks of each side, taken in turn, after one of each that is not judged."""
 
 STEPS = 25

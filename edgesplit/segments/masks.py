@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -91,6 +91,16 @@ def may_draw(module: nn.Module) -> bool:
     """Return whether a module's own forward may draw; of torch's own modules only a few do."""
     known = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
     return not known or isinstance(module, _DRAWING)
+
+
+def loss_may_draw(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss may draw: torch's own functions and modules for losses do not, anything else may."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    if isinstance(loss, nn.Module):
+        return any(may_draw(module) for module in loss.modules())
+    name = getattr(loss, "__name__", "")
+    return getattr(nn.functional, name, None) is not loss or not name.endswith(("_loss", "cross_entropy"))
 
 
 class KeyedRandomness:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from edgesplit.errors import PlanError, RunError, TaskError
 from edgesplit.segments.base import Arrays, Output, Samples, Weights
-from edgesplit.segments.masks import KeyedRandomness, Running, may_draw
+from edgesplit.segments.masks import KeyedRandomness, Running, loss_may_draw, may_draw
 from edgesplit.segments.torch.graph import Graph, SameWeights, Versions, entries
 from edgesplit.segments.torch.values import each, fresh, from_arrays, named, settled, to_arrays
 from edgesplit.splitting import Chain, Value, checked, random_names, set_train
@@ -56,6 +56,7 @@ class TorchRunner:
         self._training = [(module, module.training) for root in self._modules for module in root.modules()]
         self._live: dict[int, Graph] = {}
         self._loss_module = _Loss(self._loss)
+        self._loss_draws = loss_may_draw(task.loss)
 
     def forward(
         self,
@@ -182,6 +183,8 @@ class TorchRunner:
         return KeyedRandomness(self._running, samples, attention=self._device.type != "cpu")
 
     def _loss_randomness(self, samples: Samples) -> AbstractContextManager[object]:
+        if not self._loss_draws:
+            return nullcontext()
         return KeyedRandomness([("task.loss", self._loss_module)], samples, attention=self._device.type != "cpu")
 
     def _given(self, weights: Weights) -> dict[str, Tensor]:
