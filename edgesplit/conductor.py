@@ -51,6 +51,7 @@ class Conductor:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
         self._watch, self._clock = watch, clock
         self._inbox = transport.mailbox(COORDINATOR)
+        self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
@@ -168,7 +169,7 @@ class Conductor:
         self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=self.coordinator.term, meta=meta))
 
     def _record(self, message: Message) -> None:
-        if message.sender not in self.coordinator.plan.nodes():
+        if message.sender not in self._nodes:
             return
         if isinstance(traffic := message.meta.get("traffic"), dict):
             self.traffic[message.sender] = traffic

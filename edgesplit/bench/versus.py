@@ -31,8 +31,11 @@ MICROS = 4
 WINDOW = 2
 """A node that waits for a gradient runs the next forward meanwhile; in what a step computes that changes nothing."""
 
-PAIRS = 25
-"""Blocks of each side, taken in turn, after one of each that is not judged."""
+STARTS = 3
+"""Times that both sides are started: where a process lies in memory and which core it gets changes its speed."""
+
+PAIRS = 9
+"""Blocks of each side in a start, taken in turn, after one of each that is not judged."""
 
 STEPS = 25
 """Steps of a block; the first is not judged: nothing was in the pipeline before it."""
@@ -149,6 +152,20 @@ def our_block(session: Session, done: list[StepDone]) -> list[float]:
 
 def compare(method: str, url: str, say: Callable[[str], None]) -> tuple[Figure, dict[str, Any]]:
     """Take blocks of both sides in turn; return the figure, and the medians of the blocks in seconds."""
+    ours, theirs = [], []
+    for _ in range(STARTS):
+        for mine, peers in _pairs(method, url):
+            ours.append(mine)
+            theirs.append(peers)
+    say(
+        f"measured:  {method} ours {1e3 * spread(ours)[1]:.1f} ms a step, "
+        f"torch.distributed.pipelining {1e3 * spread(theirs)[1]:.1f} ms"
+    )
+    return figure(method, ours, theirs), {"ours_s": ours, "torch_s": theirs}
+
+
+def _pairs(method: str, url: str) -> Iterator[tuple[float, float]]:
+    """Start both sides; give the medians of their blocks in seconds, pair by pair."""
     experiment = options(method)
     model = build_model(SMALL_CNN, experiment, source=load_task(TASK).source)
     plan = placement(model, HOME, experiment)
@@ -157,15 +174,8 @@ def compare(method: str, url: str, say: Callable[[str], None]) -> tuple[Figure, 
         our_block(session, done)
         _, losses = peer.block(STEPS)
         check_same_work([step.loss for step in done], losses)
-        ours, theirs = [], []
         for _ in range(PAIRS):
-            ours.append(spread(our_block(session, done))[1])
-            theirs.append(spread(peer.block(STEPS)[0])[1])
-    say(
-        f"measured:  {method} ours {1e3 * spread(ours)[1]:.1f} ms a step, "
-        f"torch.distributed.pipelining {1e3 * spread(theirs)[1]:.1f} ms"
-    )
-    return figure(method, ours, theirs), {"ours_s": ours, "torch_s": theirs}
+            yield spread(our_block(session, done))[1], spread(peer.block(STEPS)[0])[1]
 
 
 def figure(method: str, ours: Sequence[float], theirs: Sequence[float]) -> Figure:

@@ -70,14 +70,15 @@ class Latest:
 
     def weights(self, micro: int, phase: Phase) -> tuple[int, Weights]:
         """Return the newest version, which must be that of the micro-batch's forward too."""
+        version = self.version
         if phase == "F":
-            self._live[micro] = self.version
-        elif self.delay(micro):
+            self._live[micro] = version
+        elif version != _of(self._live, micro):
             raise RunError(
-                f"micro-batch {micro} saw version {self._live[micro]} forward and would see {self.version} backward: "
+                f"micro-batch {micro} saw version {self._live[micro]} forward and would see {version} backward: "
                 "this order needs a method that keeps versions"
             )
-        return self.version, self.store.params
+        return version, self.store.params
 
     def delay(self, micro: int) -> int:
         """How many updates came since the forward: 0 in an order that suits this policy."""

@@ -109,9 +109,10 @@ class LayerStore:
         layers = list(layers)
         self._known(layers)
         steps = [self._step_of(layer, micro) for layer in layers]  # all of them before anything changes
-        for layer, sums in zip(layers, steps, strict=True):
-            own = {name: grads[name] for name in self._params[layer] if grads.get(name) is not None}
-            sums.add(layer, micro, own, weight)
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite is an answer here, see report
+            for layer, sums in zip(layers, steps, strict=True):
+                own = {name: grads[name] for name in self._params[layer] if grads.get(name) is not None}
+                sums.add(layer, micro, own, weight)
 
     def report(self, step: int, loss_scale: float = 1.0) -> Report:
         """Whether the step's gradients are finite, and weight and squared norm of each layer's mean gradient."""
@@ -218,7 +219,7 @@ class LayerStore:
 
     def version(self, layers: Iterable[Layer]) -> int:
         """How many updates these layers have had."""
-        return max((self._versions[layer] for layer in layers), default=0)
+        return max(map(self._versions.__getitem__, layers), default=0)
 
     def stamp(self, layers: Iterable[str]) -> tuple[int, ...]:
         """The version of each of these layers: equal stamps mean equal weights."""

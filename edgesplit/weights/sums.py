@@ -93,11 +93,7 @@ class StepSums:
     def add(self, layer: Layer, micro: int, grads: Grads, weight: float) -> None:
         """Add a micro-batch's gradient sums, now or when those before it have come."""
         self._left[layer].remove(micro)
-        if not grads and not self._layers[layer].early:  # a layer without parameters
-            self._layers[layer].take(micro, grads, weight)
-            return
-        with np.errstate(over="ignore", invalid="ignore"):  # not finite is an answer here, see report
-            self._layers[layer].take(micro, grads, weight)
+        self._layers[layer].take(micro, grads, weight)
 
     def weight(self, layer: Layer) -> float:
         """The weight that passed the layer."""
