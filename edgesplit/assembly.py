@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from edgesplit.errors import ExperimentError, TaskError
+from edgesplit.errors import ExperimentError, TaskError, Within
 from edgesplit.experiment import Experiment
 from edgesplit.kit import Kit
 from edgesplit.lr import lr_factor
@@ -102,11 +104,19 @@ def lr_of(task: Task, experiment: Experiment, total_steps: int) -> Callable[[int
     if chosen is None:
         return lambda step: 1.0
     if schedule is None:
-        return lambda step: float(chosen(step))
+        return partial(_own_lr, chosen)
     config = schedule.model_dump(exclude_none=True)
     if config["name"] in {"linear", "cosine"}:
         config.setdefault("total_steps", max(total_steps, 1))
     return lr_factor(config)
+
+
+def _own_lr(factor: Callable[[int], float], step: int) -> float:
+    with Within("Task.lr"):
+        value = float(factor(step))
+    if not (math.isfinite(value) and value >= 0):
+        raise TaskError(f"Task.lr gives {value:g} for step {step}: it must be a finite number from 0 on")
+    return value
 
 
 def method_for(experiment: Experiment, plan: Plan, model: Model) -> Method:

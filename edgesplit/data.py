@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgesplit.errors import TaskError
+from edgesplit.errors import TaskError, Within
 from edgesplit.segments.base import Arrays
 
 TEST_EPOCH = -1
@@ -60,6 +60,7 @@ class Feed:
     ) -> None:
         self.device, self.batch_size, self.seed = device, batch_size, seed
         self._source, self._collate, self._to_arrays = source, collate, to_arrays
+        self._within = Within(f"the data of {device!r}")
         self._indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__") and not _is_batches(source)
         if not self._indexed and not hasattr(source, "__iter__"):
             raise TaskError(
@@ -72,11 +73,12 @@ class Feed:
 
     def sizes(self) -> list[int]:
         """Return the samples in each batch of an epoch. An iterable is run through once to learn them."""
-        if self._indexed:
-            count = len(self._source)
-            return [min(self.batch_size, count - at) for at in range(0, count, self.batch_size)]
-        self._sizes = [_samples(self._batch_of(batch), self.device) for batch in self._source]
-        return self._sizes
+        with self._within:
+            if self._indexed:
+                count = len(self._source)
+                return [min(self.batch_size, count - at) for at in range(0, count, self.batch_size)]
+            self._sizes = [_samples(self._batch_of(batch), self.device) for batch in self._source]
+            return self._sizes
 
     def batch(self, epoch: int, index: int) -> Batch:
         """Return batch ``index`` of ``epoch``; of the test set where ``epoch`` is :data:`TEST_EPOCH`."""
@@ -84,7 +86,9 @@ class Feed:
         if key not in self._kept:
             if epoch == GIVEN_EPOCH:
                 raise TaskError(f"batch {index} that was to be given to {self.device!r} by hand is not there")
-            self._keep(key, self._take_indexed(epoch, index) if self._indexed else self._take_next(epoch, index))
+            with self._within:
+                batch = self._take_indexed(epoch, index) if self._indexed else self._take_next(epoch, index)
+            self._keep(key, batch)
         return self._kept[key]
 
     def _keep(self, key: tuple[int, int], batch: Batch) -> None:

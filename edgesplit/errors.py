@@ -70,6 +70,30 @@ class NodeLost(TransportError):
     """A node that took part is gone."""
 
 
+class Within:
+    """Context: an exception of the user's own code gets a note of the place that called it, see :func:`notes`.
+
+    Example:
+        >>> with Within("layer 'conv1'"):
+        ...     output = module(value)
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EdgesplitError | StopIteration):
+            error.add_note(f"in {self._place}")
+
+
+def notes(error: BaseException) -> str:
+    """Return the error's notes, as ``" in layer 'conv1' of ..."``; empty where it has none."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -25,9 +25,9 @@ def evaluate(chain: Chain, task: Task, kit: Kit, source: Any) -> dict[str, float
     feed = Feed(source, device=COORDINATOR, batch_size=BATCH, seed=0, collate=kit.collate, to_arrays=kit.to_arrays)
     totals: dict[str, tuple[float, float]] = {}
 
-    def add(name: str, value: Any, count: Any) -> None:
+    def add(name: str, value: float, count: float) -> None:
         before = totals.get(name, (0.0, 0.0))
-        totals[name] = before[0] + float(value), before[1] + float(count)
+        totals[name] = before[0] + value, before[1] + count
 
     with torch.no_grad(), modes_kept(chain):
         chain.model.eval()
@@ -37,6 +37,6 @@ def evaluate(chain: Chain, task: Task, kit: Kit, source: Any) -> dict[str, float
             weight = task.weigh(target)
             if weight:
                 add("loss", float(task.loss(output, target)) * weight, weight)
-            for name, metric in task.metrics.items():
-                add(name, *metric(output, target))
+            for name, measured in task.measure(output, target).items():
+                add(name, *measured)
     return {name: value / count for name, (value, count) in totals.items() if count}

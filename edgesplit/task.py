@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgesplit.errors import TaskError
+from edgesplit.errors import TaskError, Within
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,3 +90,12 @@ class Task:
         if not (math.isfinite(weight) and weight >= 0):
             raise TaskError(f"task.weight gives {weight}: it must count the units that the loss is a mean over")
         return weight
+
+    def measure(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
+        """Return the metrics by name, each as (sum, count). An exception of a metric gets its name as a note."""
+        found = {}
+        for name, metric in self.metrics.items():
+            with Within(f"metric {name!r}"):
+                total, count = metric(output, target)
+                found[name] = float(total), float(count)
+        return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout
+from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout, notes
 from edgesplit.kit import Kit
 from edgesplit.node import NodeMachine, Run, Work
 from edgesplit.protocol import Assignment, Send
@@ -231,4 +231,4 @@ def _one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {text}{where}"
+    return f"{type(error).__name__}{notes(error)}: {text}{where}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import edgesplit as es
 from edgesplit.checkpoint import latest
+from edgesplit.errors import notes
 from edgesplit.topology import Node, Topology
 
 OPTIONS: dict[str, Any] = {"batch_size": 8, "steps_per_round": 3, "optimizer": {"name": "sgd", "lr": 0.1}}
@@ -234,3 +235,55 @@ def test_resume_refuses_another_batch_size_and_says_what_else_changed(tmp_path: 
         session.resume(path)
     with es.Session(plan, task(), **{**OPTIONS, "optimizer": {"name": "sgd", "lr": 5.0}}) as session:
         assert session.resume(path) == ["optimizer.lr was 0.1 and is now 5.0"]
+
+
+class Broken(nn.Module):
+    """Fails on a size that the proof before a run does not try."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 4:
+            raise ValueError("four is bad luck")
+        return x
+
+
+def broken() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), Broken(), nn.Linear(16, 3))
+
+
+def no_file(shard: es.Shard) -> Any:
+    raise FileNotFoundError(2, "No such file or directory", "mine.npz")
+
+
+class Torn(torch.utils.data.TensorDataset):
+    """A sample that cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("bad sector")
+        return super().__getitem__(index)
+
+
+def failing(*args: Any) -> Any:
+    raise ZeroDivisionError("my own fault")
+
+
+@pytest.mark.parametrize(
+    ("parts", "keywords", "where"),
+    [
+        ({"model": broken}, {"batch_size": 7, "micros": 2}, "in layer '3'"),
+        ({"train": no_file}, {}, "in the data of 'pi-1'"),
+        ({"train": lambda shard: Torn(*data(shard).tensors)}, {}, "in the data of 'pi-1'"),
+        ({"metrics": {"mine": failing}}, {"evaluate": {"every": 1}}, "in metric 'mine'"),
+        ({"lr": failing}, {}, "in Task.lr"),
+    ],
+)
+def test_an_exception_of_the_users_own_says_where(parts: Any, keywords: Any, where: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the user's own class where it is raised, RunError elsewhere
+        fit(task(**parts), **keywords)
+    assert where in str(caught.value) + notes(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_rate_that_is_none_is_refused_with_its_step(value: float) -> None:
+    with pytest.raises(es.TaskError, match=r"Task.lr gives .* for step 2"):
+        fit(task(lr=lambda step: value if step == 2 else 1.0))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,12 +44,7 @@ SIZES = [24, 24, 8, 16]
 """Batches of 8: in step 2 of an epoch only the devices of the first edge take part."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def in_step(step: int, device: str, count: int, batch: int, seed: int = 0) -> int:

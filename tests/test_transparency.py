@@ -49,13 +49,7 @@ from tests.cases import (
 )
 from tests.oracle import train_replicas, train_single
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- (a) one replica a layer ----------------------------------------------------------------------------------------

@@ -23,12 +23,7 @@ from tests.cases import DEMOS, FACTORIES, RULES, Points, chain, digits, english,
 UNEQUAL = [30, 11, 0, 23]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def found(checks: list[Check]) -> dict[str, Check]:

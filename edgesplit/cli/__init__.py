@@ -13,7 +13,7 @@ import typer
 
 from edgesplit.cli import bench, node, planning, run, tables, trace
 from edgesplit.cli.output import Refused, started
-from edgesplit.errors import EdgesplitError
+from edgesplit.errors import EdgesplitError, notes
 
 app = typer.Typer(
     name="edgesplit",
@@ -55,7 +55,7 @@ def _status() -> int:
         return _say(str(error), FAILED if started() else REFUSED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _say(f"{where}{error.strerror or error}", FAILED if started() else REFUSED)
+        return _say(f"{where}{error.strerror or error}{notes(error)}", FAILED if started() else REFUSED)
     except ImportError as error:
         return _say(f"{error}: install it, for example with pip install 'edgesplit[demo]'", REFUSED)
     except Exception as error:
@@ -63,7 +63,7 @@ def _status() -> int:
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"({last.filename}:{last.lineno}; EDGESPLIT_DEBUG=1 shows more)"
-        return _say(f"{type(error).__name__}: {error} {where}", FAILED if started() else REFUSED)
+        return _say(f"{type(error).__name__}{notes(error)}: {error} {where}", FAILED if started() else REFUSED)
     if result == INTERRUPTED:  # typer makes this of a KeyboardInterrupt, without a word
         return _say("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0

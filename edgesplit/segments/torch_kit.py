@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from edgesplit.errors import TaskError
+from edgesplit.errors import TaskError, Within
 from edgesplit.kit import Kit
 from edgesplit.segments.base import Arrays
 from edgesplit.segments.torch import TorchRunner, from_arrays, to_arrays
@@ -52,7 +52,8 @@ def torch_kit(task: Task, chain: Chain, *, dtype: str, source: str = "") -> Kit:
 
     def data(shard: Shard, test: bool) -> Any:
         make = task.test if test else task.train
-        source = make(shard) if make is not None else None
+        with Within(f"the data of {shard.name!r}"):
+            source = make(shard) if make is not None else None
         if isinstance(source, IterableDataset):
             raise TaskError(
                 f"the data of {shard.name!r} is an IterableDataset, which gives samples: wrap it in a DataLoader"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from edgesplit.assembly import Model
 from edgesplit.fleet import Threads
@@ -35,16 +33,8 @@ from tests.cases import (
 from tests.oracle import train_replicas, train_single
 from tests.test_pipedream import check as check_pipedream
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("one_thread")]
 UNEQUAL = [30, 11, 0, 23]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def over(url: str) -> Wire:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from edgesplit.errors import PlanError, RunError, TaskError
+from edgesplit.errors import PlanError, RunError, TaskError, Within
 from edgesplit.segments.base import Arrays, Output, Samples, Weights
 from edgesplit.segments.masks import KeyedRandomness, Running, loss_may_draw, may_draw
 from edgesplit.segments.torch.graph import Graph, SameWeights, Versions, entries
@@ -46,6 +46,7 @@ class TorchRunner:
         self._task, self._device = task, torch.device(device)
         self._layers = chain.layers[start:stop]
         self._modules, self._running, self._first_calls = _without_weights(chain, start, stop)
+        self._within = [Within(f"layer {layer.name!r}") for layer in self._layers]
         pairs = list(zip(self._layers, self._modules, strict=True))
         self._params = [_slots(module, layer.params) for layer, module in pairs]
         self._buffers = [_slots(module, layer.buffers, "_buffers") for layer, module in pairs]
@@ -116,10 +117,7 @@ class TorchRunner:
             wanted = from_arrays(target, self._device)
             weight = self._task.weigh(wanted)
             loss_sum = float(self._loss(value, wanted)) * weight if weight else 0.0
-            metrics = {}
-            for name, metric in self._task.metrics.items():
-                total, count = metric(value, wanted)
-                metrics[name] = (float(total), float(count))
+            metrics = self._task.measure(value, wanted)
         return Output({}, loss_sum=loss_sum, metrics=metrics)
 
     def backward(self, micro: int, weights: Weights, grads: Arrays) -> tuple[Arrays, dict[str, Any]]:
@@ -196,7 +194,9 @@ class TorchRunner:
     def _chain(self, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Value:
         for index, layer in enumerate(self._layers):
             self._running.first_call = self._first_calls[index]
-            value = checked(self._call(index, weights, buffers, value), layer.name)
+            with self._within[index]:
+                value = self._call(index, weights, buffers, value)
+            value = checked(value, layer.name)
             value = each(value, _boundary)
         return value
 
@@ -218,7 +218,8 @@ class TorchRunner:
                     buffers[slot.name] = left.detach()
 
     def _loss(self, output: Value, target: Any) -> Tensor:
-        loss = self._task.loss(output, target)
+        with Within("Task.loss"):
+            loss = self._task.loss(output, target)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TaskError(f"task.loss gives {shape}: return a scalar tensor, the mean over weight(target) units")
