@@ -2,7 +2,7 @@
 
     import edgesplit as es
 
-    result = es.fit(task, topology="home.yaml", rounds=5, method="1f1b")
+    result = es.fit(task, topology="home.yaml", rounds=5, optimizer={"name": "sgd", "lr": 0.1})
 
 Names are loaded when they are first used (PEP 562), so that ``import edgesplit`` needs no torch.
 """

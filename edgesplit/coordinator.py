@@ -269,7 +269,7 @@ class Coordinator:
         if not self.synchronous:
             return self._close_asynchronous(entry)
         sums, weights = self._add_replicas(entry)
-        finite = all(r.finite for r in entry.reports.values()) and all(np.isfinite(a).all() for a in sums.values())
+        finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
         scale = self.loss_scale.value
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
@@ -321,11 +321,15 @@ class Coordinator:
         reports = [(node, entry.reports[node]) for node in entry.participants]  # not in the order of their arrival
         bad = [(node, report.culprit) for node, report in reports if report.skipped or not report.finite]
         node, layer = bad[0] if bad else (entry.participants[-1], None)
-        where = f"layer {layer!r} on {node!r}" if layer else f"{node!r}"
+        where = f"last in layer {layer!r} on {node!r}" if layer else f"last in {node!r}"
+        sources = [(node, report.source) for node, report in reports if report.source]
+        if sources:
+            node, source = sources[0]
+            where = f"first in {source} on {node!r}"
         first = entry.step.step - self.max_skipped + 1
         return RunError(
             f"{self.max_skipped} steps in a row were not finite (steps {first} to {entry.step.step}), "
-            f"last in {where}: lower the learning rate, clip the norm, or look at that device's data"
+            f"{where}: lower the learning rate, clip the norm, or look at that device's data"
         )
 
     def _add_replicas(self, entry: _Open) -> tuple[dict[str, np.ndarray[Any, Any]], dict[int, float]]:
@@ -382,3 +386,8 @@ class Coordinator:
 
     def _send(self, to: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed] | None = None) -> Send:
         return Send(to, Message(kind=kind, sender=COORDINATOR, term=self.term, meta=meta, arrays=arrays or {}))
+
+
+def _finite(report: Report) -> bool:
+    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are."""
+    return report.finite and all(math.isfinite(total) for total, _ in report.losses.values())

@@ -54,6 +54,7 @@ class Engine:
         self._begun: list[int] = []  # steps not settled, in order
         self._adopted: int | None = None
         self._skipped: dict[tuple[int, int], int] = {}
+        self._searching = False  # the last step was not finite: where does it begin?
 
     def _make_store(self) -> LayerStore:
         a, kit = self.assignment, self.kit
@@ -176,6 +177,7 @@ class Engine:
         if span not in self._runners:
             self._runners[span] = runner = self.kit.runner(*span)
             runner.same_weights = self.method.policy == "latest"
+            runner.watchful = self._searching
         return self._runners[span]
 
     def _policy(self, span: tuple[int, int]) -> WeightPolicy:
@@ -291,8 +293,16 @@ class Engine:
         told = self.store.report(step, self.loss_scale)
         index = {name: i for i, name in enumerate(self._names)}
         layers = {index[name]: pair for name, pair in told.layers.items()}
-        report = Report(step, told.finite, layers, culprit=told.nonfinite[0] if told.nonfinite else None)
+        culprit = told.nonfinite[0] if told.nonfinite else None
+        report = Report(step, told.finite, layers, culprit=culprit, source=self._source())
         return Outcome(report=report, arrays=self._sums(step, index))
+
+    def _source(self) -> str | None:
+        """The first layer whose forwards made something not finite, where they looked; forget it."""
+        found = [runner.first_bad for _, runner in sorted(self._runners.items()) if runner.first_bad is not None]
+        for runner in self._runners.values():
+            runner.first_bad = None
+        return found[0] if found else None
 
     def _skips(self, step: int) -> Report:
         """Report the updates that were left out since the last report, and the first layer that one was of."""
@@ -316,6 +326,7 @@ class Engine:
     def _settle(self, work: Settle) -> Outcome:
         commit = work.commit
         self.loss_scale = commit.loss_scale
+        self._search(not commit.apply)
         if commit.apply:
             self.store.confirm(commit.step)
             self._begun = [step for step in self._begun if step > commit.step]
@@ -325,9 +336,16 @@ class Engine:
         self._begun = [step for step in self._begun if step < commit.step]
         for runner in self._runners.values():
             runner.drop()
+            runner.first_bad = None  # a forward that ran ahead saw weights that were not finite
         for policy in self._policies.values():
             policy.drop()
         return Outcome()
+
+    def _search(self, searching: bool) -> None:
+        if searching != self._searching:
+            self._searching = searching
+            for runner in self._runners.values():
+                runner.watchful = searching
 
     # -- state in and out
 

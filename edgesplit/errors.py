@@ -90,7 +90,7 @@ class Within:
 
 
 def notes(error: BaseException) -> str:
-    """Return the error's notes, as ``" in layer 'conv1' of ..."``; empty where it has none."""
+    """Return the error's notes, as ``" in layer 'conv1'"``; empty where it has none."""
     return "".join(f" {note}" for note in getattr(error, "__notes__", ()))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgesplit.codecs import Packed
@@ -378,7 +378,7 @@ class NodeMachine:
         step = work.step.step
         report = outcome.report or Report(step)
         losses, metrics = self._losses.pop(step, {}), self._metrics.pop(step, {})
-        report = Report(step, report.finite, report.layers, losses, report.culprit, report.skipped, metrics)
+        report = replace(report, losses=losses, metrics=metrics)
         if self.synchronous and not work.evaluate:
             self._reported.add(step)
         else:

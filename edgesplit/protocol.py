@@ -125,6 +125,8 @@ class Report:
         layers: layer index -> (weight that passed it, sum of squares of its mean unscaled gradient).
         losses: micro -> (loss sum, weight), from the node of the last layers.
         culprit: the first layer with a non-finite gradient, by name.
+        source: what made something not finite of what was finite, ``"layer 'conv1'"`` or ``"the loss"``; looked for
+            after a step that was not finite.
         skipped: asynchronous methods: updates that were left out because they were not finite.
         metrics: in evaluation, device -> metric -> (sum, count).
     """
@@ -136,6 +138,7 @@ class Report:
     culprit: str | None = None
     skipped: int = 0
     metrics: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    source: str | None = None
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values (non-finite numbers as null: JSON has none)."""
@@ -145,6 +148,7 @@ class Report:
             "layers": [[layer, *map(_json, pair)] for layer, pair in self.layers.items()],
             "losses": [[micro, *map(_json, pair)] for micro, pair in self.losses.items()],
             "culprit": self.culprit,
+            "source": self.source,
             "skipped": self.skipped,
             "metrics": {
                 device: {name: [_json(v) for v in pair] for name, pair in values.items()}
@@ -157,8 +161,8 @@ class Report:
         """Read a report. Raises FrameError where it is malformed."""
         step, finite, skipped = meta.get("step"), meta.get("finite"), meta.get("skipped")
         _need(_whole(step) and isinstance(finite, bool) and _whole(skipped), "report", "no step or no verdict")
-        culprit, metrics = meta.get("culprit"), meta.get("metrics")
-        _need(culprit is None or isinstance(culprit, str), "report", "culprit")
+        culprit, source, metrics = meta.get("culprit"), meta.get("source"), meta.get("metrics")
+        _need(all(name is None or isinstance(name, str) for name in (culprit, source)), "report", "culprit or source")
         _need(isinstance(metrics, dict) and all(isinstance(v, dict) for v in metrics.values()), "report", "metrics")
         return cls(
             step,  # type: ignore[arg-type]
@@ -168,6 +172,7 @@ class Report:
             culprit,
             skipped,  # type: ignore[arg-type]
             {d: {name: _pair(pair) for name, pair in v.items()} for d, v in metrics.items()},  # type: ignore[union-attr]
+            source,
         )
 
 

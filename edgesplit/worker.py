@@ -231,4 +231,4 @@ def _one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}{notes(error)}: {text}{where}"
+    return f"{type(error).__name__}: {text}{notes(error)}{where}"

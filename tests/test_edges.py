@@ -287,3 +287,39 @@ def test_an_exception_of_the_users_own_says_where(parts: Any, keywords: Any, whe
 def test_a_rate_that_is_none_is_refused_with_its_step(value: float) -> None:
     with pytest.raises(es.TaskError, match=r"Task.lr gives .* for step 2"):
         fit(task(lr=lambda step: value if step == 2 else 1.0))
+
+
+class Root(nn.Module):
+    """The square root of what may be below 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 3).sqrt()
+
+
+class Quiet(nn.Module):
+    """Hides what is not a number from all that follow, but not its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.nan_to_num()
+
+
+def rooted(*after: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Root(), nn.Linear(16, 16), *after, nn.Linear(16, 3))
+
+
+def no_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target) - torch.tensor(-1.0).log()
+
+
+@pytest.mark.parametrize(
+    ("parts", "where"),
+    [
+        ({"model": rooted}, "first in layer '2' on 'edge'"),
+        ({"model": lambda: rooted(Quiet())}, "first in layer '2' on 'edge'"),
+        ({"loss": no_loss}, "first in the loss on 'cloud'"),
+    ],
+)
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+def test_what_is_not_finite_is_traced_to_where_it_began(parts: Any, where: str, method: str) -> None:
+    with pytest.raises(es.RunError, match=f"3 steps in a row were not finite .*{where}"):
+        fit(task(**parts), method=method, devices=2)

@@ -41,6 +41,8 @@ class NumpyRunner:
 
     def __init__(self, start: int, stop: int, last: int) -> None:
         self.start, self.stop, self._last = start, stop, last
+        self.same_weights = self.watchful = False
+        self.first_bad: str | None = None
         self._live: dict[int, tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {}
         self._half: dict[int, dict[str, Any]] = {}
 

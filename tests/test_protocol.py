@@ -21,8 +21,8 @@ SHEET: dict[str, Any] = {
 }
 COMMIT: dict[str, Any] = {"step": 3, "apply": True, "clip": 0.5, "loss_scale": 2.0}
 REPORT: dict[str, Any] = {
-    "step": 3, "finite": True, "layers": [[0, 4.0, 0.25]], "losses": [[7, 1.5, 2.0]], "culprit": None, "skipped": 0,
-    "metrics": {"d": {"accuracy": [3.0, 4.0]}},
+    "step": 3, "finite": True, "layers": [[0, 4.0, 0.25]], "losses": [[7, 1.5, 2.0]], "culprit": None, "source": None,
+    "skipped": 0, "metrics": {"d": {"accuracy": [3.0, 4.0]}},
 }  # fmt: skip
 ASSIGN: dict[str, Any] = {
     "plan": {}, "method": "1f1b", "window": 1, "split_backward": False, "add_replicas": False, "barrier": True,
@@ -99,7 +99,7 @@ def test_any_mapping_is_read_or_refused(kind: Any, good: Any, meta: Any) -> None
 
 @pytest.mark.parametrize(("kind", "good"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_missing_key_is_refused(kind: Any, good: dict[str, Any]) -> None:
-    optional = {"evaluate"} if kind is Sheet else {"culprit", "optimizer", "shard", "emulate"}
+    optional = {"evaluate"} if kind is Sheet else {"culprit", "source", "optimizer", "shard", "emulate"}
     for key in sorted(set(good) - optional):
         with pytest.raises(FrameError, match=r"message is malformed"):
             kind.of({name: value for name, value in good.items() if name != key})
@@ -133,6 +133,7 @@ MALFORMED = [
     (Report, ("finite",), None),
     (Report, ("skipped",), -1),
     (Report, ("culprit",), 3),
+    (Report, ("source",), 3),
     (Report, ("layers", 0), [0, 1.0]),
     (Report, ("layers", 0), ["0", 1.0, 1.0]),
     (Report, ("layers", 0), [0, 10**400, 1.0]),

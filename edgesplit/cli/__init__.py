@@ -63,7 +63,7 @@ def _status() -> int:
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"({last.filename}:{last.lineno}; EDGESPLIT_DEBUG=1 shows more)"
-        return _say(f"{type(error).__name__}{notes(error)}: {error} {where}", FAILED if started() else REFUSED)
+        return _say(f"{type(error).__name__}: {error}{notes(error)} {where}", FAILED if started() else REFUSED)
     if result == INTERRUPTED:  # typer makes this of a KeyboardInterrupt, without a word
         return _say("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0

@@ -59,11 +59,16 @@ class SegmentRunner(Protocol):
     times ``loss_scale``. A gradient is present only for parameters that have one (not frozen, used).
 
     ``same_weights``, set once before the first forward, promises that a backward gets the very weights of its forward.
+
+    While ``watchful`` is set, forwards look at what comes out of every layer; ``first_bad`` is then what made something
+    not finite of what was finite: ``"layer 'conv1'"`` or ``"the loss"``. Whoever reads it sets it to None again.
     """
 
     start: int
     stop: int
     same_weights: bool
+    watchful: bool
+    first_bad: str | None
 
     def forward(
         self,

@@ -35,6 +35,9 @@ max_inflight_count = 100
 dynamic_filters = true
 """
 
+TRIES = 3
+"""Pairs of free ports that are tried."""
+
 
 class EmbeddedBroker:
     """A broker on the loopback interface, for MQTT 5 and 3.1.1 on a port each.
@@ -56,9 +59,16 @@ class EmbeddedBroker:
                 "the embedded broker needs iotcore: pip install 'edgesplit[broker]', or name a broker's url"
             ) from None
         self._directory = tempfile.TemporaryDirectory(prefix="edgesplit-broker-")
-        self.port = port or _free_port()
-        self.port_v3 = _free_port()
-        self._broker = self._start(iotcore.Broker)
+        for left in reversed(range(1 if port else TRIES)):
+            free, self.port_v3 = _free_ports()
+            self.port = port or free
+            try:
+                self._broker = self._start(iotcore.Broker)
+                return
+            except TransportError:  # a port that was free may be somebody else's by now
+                if not left:
+                    self._directory.cleanup()
+                    raise
 
     @property
     def url(self) -> str:
@@ -92,13 +102,14 @@ class EmbeddedBroker:
             return broker.start()
         except (OSError, RuntimeError) as error:
             broker.stop()
-            self._directory.cleanup()
             raise TransportError(
                 f"the embedded broker cannot use port {self.port} of 127.0.0.1: {error}: free it, or use another"
             ) from None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports() -> tuple[int, int]:
+    """Return two ports that nobody uses now."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])

@@ -20,6 +20,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edgesplit.codecs import CODECS, pack, unpack
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.transport import broker as broker_module
 from edgesplit.transport import frames
 from edgesplit.transport.base import Inbox, Message, Transport
 from edgesplit.transport.broker import EmbeddedBroker
@@ -596,6 +597,15 @@ def test_the_embedded_broker_ends_with_its_parent() -> None:
 def test_a_port_in_use_is_named(embedded_broker: EmbeddedBroker) -> None:
     with pytest.raises(TransportError, match=f"cannot use port {embedded_broker.port}"):
         EmbeddedBroker(embedded_broker.port)
+
+
+def test_a_free_port_that_another_takes_first_is_chosen_anew(
+    embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([(embedded_broker.port, 1), *[broker_module._free_ports() for _ in range(2)]])
+    monkeypatch.setattr(broker_module, "_free_ports", lambda: next(free))
+    with EmbeddedBroker() as broker:
+        assert broker.port != embedded_broker.port
 
 
 def test_without_iotcore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,9 @@ class TorchRunner:
         if not 0 <= start < stop <= len(chain.layers):
             raise PlanError(f"there are no layers {start} to {stop} in a chain of {len(chain.layers)}")
         self.start, self.stop = start, stop
-        self.same_weights = False
+        self.same_weights = self.watchful = False
+        self.first_bad: str | None = None
+        self._clean = True
         self._task, self._device = task, torch.device(device)
         self._layers = chain.layers[start:stop]
         self._modules, self._running, self._first_calls = _without_weights(chain, start, stop)
@@ -98,6 +100,8 @@ class TorchRunner:
             with torch.enable_grad(), graph.versions.hooks(), self._loss_randomness(samples):
                 loss = self._loss_module(value, from_arrays(target, self._device)) * weight
             loss_sum = float(loss.detach())
+            if self.watchful:
+                self._look("the loss", loss.detach())
             if loss.requires_grad:
                 graph.outputs = {"loss": loss}
                 graph.received = {"loss": torch.full_like(loss, loss_scale)}
@@ -192,13 +196,21 @@ class TorchRunner:
             raise RunError(f"layers {self.start} to {self.stop} need weight {error}, which was not given") from None
 
     def _chain(self, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Value:
+        self._clean = not self.watchful or _finite(value)
         for index, layer in enumerate(self._layers):
             self._running.first_call = self._first_calls[index]
             with self._within[index]:
                 value = self._call(index, weights, buffers, value)
             value = checked(value, layer.name)
             value = each(value, _boundary)
+            if self.watchful:
+                self._look(f"layer {layer.name!r}", value)
         return value
+
+    def _look(self, maker: str, made: Value) -> None:
+        if self._clean and not _finite(made):
+            self._clean = False
+            self.first_bad = self.first_bad or maker
 
     def _call(self, index: int, weights: Mapping[str, Tensor], buffers: dict[str, Any], value: Value) -> Any:
         """Run a layer's module with its slots filled (what ``torch.func.functional_call`` does, without the search)."""
@@ -282,6 +294,10 @@ def _slots(module: nn.Module, names: Sequence[tuple[str, str]], kind: str = "_pa
         place = getattr(module.get_submodule(owner), kind)
         slots.append(_Slot(place, key, name, place[key]))
     return slots
+
+
+def _finite(value: Value) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in named(value).values())
 
 
 def _boundary(tensor: Tensor) -> Tensor:
