@@ -82,3 +82,9 @@ def password() -> str | None:
         return Path(path).read_text("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TransportError(f"EDGESPLIT_PASSWORD_FILE: cannot read {path!r}: {error}") from None
+
+
+def unreachable(address: Address, error: Exception) -> TransportError:
+    """Return the error for a broker to which no connection comes about."""
+    why = getattr(error, "strerror", None) or error
+    return TransportError(f"cannot reach the broker at {address}: {why}: is it running there, and is the url right?")

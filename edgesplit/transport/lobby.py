@@ -10,7 +10,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.task import COORDINATOR
-from edgesplit.transport.address import Address, parse_url
+from edgesplit.transport.address import Address, parse_url, unreachable
 from edgesplit.transport.frames import valid_name
 from edgesplit.transport.mqtt import identify, refusal
 from edgesplit.transport.presence import FRESH, Status
@@ -52,7 +52,7 @@ def find_run(url: str, *, prefix: str = "edgesplit", timeout: float = 300.0) -> 
         client.connect(address.host, address.port)
         return _wait(client, address, runs, refused, timeout)
     except OSError as error:
-        raise TransportError(f"cannot reach the broker at {address}: {error}") from None
+        raise unreachable(address, error) from None
     finally:
         client.disconnect()
 

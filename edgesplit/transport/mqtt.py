@@ -24,7 +24,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
-from edgesplit.transport.address import Address, parse_url, password
+from edgesplit.transport.address import Address, parse_url, password, unreachable
 from edgesplit.transport.base import Inbox, Message
 from edgesplit.transport.bundle import bundle, unbundle
 from edgesplit.transport.frames import LIMITS, Flag, Limits
@@ -273,7 +273,7 @@ class MqttTransport:
             except (OSError, ValueError) as error:
                 self._drop(client)
                 self._pump.close()
-                raise TransportError(f"cannot reach the broker at {self._address}: {error}") from None
+                raise unreachable(self._address, error) from None
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and not answers.connack.is_failure:
                 return version, client
