@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from edgesplit.schedule import Event
 from edgesplit.session import Session
 from edgesplit.task import Shard, Task
 from edgesplit.training import RoundDone
-from tests.oracle import Batches, Factory, Homes, Trained, train_single
+from tests.oracle import Batches, Factory, Homes, Trained, train_replicas, train_single
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
 FEATURES, CLASSES = 6, 4
@@ -203,6 +204,34 @@ def homes(plan: Plan, model: nn.Module) -> Homes:
     }
 
 
+PLANS: dict[str, Callable[[Task], Plan]] = {
+    "device only": lambda task: chain(task, []),
+    "two nodes": lambda task: chain(task, [2]),
+    "three nodes": lambda task: chain(task, [1, 4]),
+    "four nodes": lambda task: chain(task, [1, 3, 5]),
+    "U-shape": lambda task: chain(task, [1, 4], ["a", "b", "a"]),
+    "longer U-shape": lambda task: chain(task, [1, 3, 5], ["a", "b", "c", "a"]),
+}
+"""One device's routes for the six layers of :func:`mlp`."""
+
+SIZES = {"48 in 4": (96, 48, 4), "50 in 7": (100, 50, 7), "a short last batch": (98, 48, 4)}
+"""Samples of a device, of a step, and micro-batches."""
+
+METHODS = ("gpipe", "1f1b", "breadth-first")
+"""The synchronous methods that need no looping placement."""
+
+
+def alternating(*cases: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations, each with one of two optimizers in turn."""
+    return [(*case, ("clipped AdamW", "momentum")[i % 2]) for i, case in enumerate(itertools.product(*cases))]
+
+
+def uneven(size: str) -> tuple[list[int], int, int]:
+    """A size for four devices: unequal shares, and one device has none."""
+    samples, batch, micros = SIZES[size]
+    return [samples, samples // 3, 0, batch + 5], batch, micros
+
+
 # --- what a fleet must see ------------------------------------------------------------------------------------------
 
 
@@ -360,6 +389,23 @@ def one_process(task: Task, rule: str, steps: Iterable[tuple[int, Batches]], mod
         FACTORIES[rule],
         model=model or seeded(task),
         lr=warm_up if clipped else None,
+        clip_norm=RULES[rule].get("clip_norm"),
+    )
+
+
+def by_rounds(
+    task: Task, plan: Plan, rounds: Sequence[Sequence[tuple[int, Batches]]], rule: str, state: str = "keep"
+) -> Trained:
+    """Train replicas by one of :data:`RULES` in rounds, as DESIGN says: an optimizer each, then the weighted mean."""
+    model = seeded(task)
+    return train_replicas(
+        task,
+        homes(plan, model),
+        rounds,
+        FACTORIES[rule],
+        model=model,
+        state=state,
+        lr=warm_up if rule == "clipped AdamW" else lambda step: 1.0,
         clip_norm=RULES[rule].get("clip_norm"),
     )
 

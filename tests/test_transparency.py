@@ -26,10 +26,15 @@ from edgesplit.transport.base import Message
 from tests.cases import (
     EXACT,
     FACTORIES,
+    METHODS,
+    PLANS,
     RULES,
+    SIZES,
     Loader,
     Points,
+    alternating,
     apart,
+    by_rounds,
     chain,
     digits,
     distance,
@@ -45,7 +50,7 @@ from tests.cases import (
     run,
     seeded,
     tree,
-    warm_up,
+    uneven,
 )
 from tests.oracle import train_replicas, train_single
 
@@ -54,30 +59,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # --- (a) one replica a layer ----------------------------------------------------------------------------------------
 
-PLANS: dict[str, Callable[[Task], Plan]] = {
-    "device only": lambda task: chain(task, []),
-    "two nodes": lambda task: chain(task, [2]),
-    "three nodes": lambda task: chain(task, [1, 4]),
-    "four nodes": lambda task: chain(task, [1, 3, 5]),
-    "U-shape": lambda task: chain(task, [1, 4], ["a", "b", "a"]),
-    "longer U-shape": lambda task: chain(task, [1, 3, 5], ["a", "b", "c", "a"]),
-}
 LOOPS = {
     "two nodes twice": lambda task: chain(task, [1, 3, 5], ["a", "b", "a", "b"]),
     "two nodes thrice": lambda task: chain(task, [1, 2, 3, 4, 5], ["a", "b"] * 3),
     "three nodes twice": lambda task: chain(task, [1, 2, 3, 4, 5], ["a", "b", "c"] * 2),
 }
-SIZES = {"48 in 4": (96, 48, 4), "50 in 7": (100, 50, 7), "a short last batch": (98, 48, 4)}
-MATRIX = [
-    *itertools.product(list(PLANS)[:-1], ("gpipe", "1f1b", "breadth-first"), SIZES),
-    *itertools.product(list(PLANS)[-1:], ("1f1b",), SIZES),
-]
 
 
-@pytest.mark.parametrize(
-    ("shape", "method", "size", "rule"),
-    [(*case, ("clipped AdamW", "momentum")[i % 2]) for i, case in enumerate(MATRIX)],
-)
+@pytest.mark.parametrize(("shape", "method", "size", "rule"), alternating(PLANS, METHODS, SIZES))
 def test_one_replica_a_layer_equals_one_process(shape: str, method: str, size: str, rule: str) -> None:
     samples, batch, micros = SIZES[size]
     task = points_task([samples])
@@ -254,6 +243,16 @@ UNEQUAL = [30, 11, 0, 23]
 """Samples of the four devices: other shares, other last batches, and one has none."""
 
 
+@pytest.mark.parametrize(("method", "cuts", "size", "rule"), alternating(METHODS, [[1, 4], [1, 3, 5]], SIZES), ids=str)
+def test_replicas_with_every_step_and_these_sizes(method: str, cuts: list[int], size: str, rule: str) -> None:
+    samples, batch, micros = uneven(size)
+    task = points_task(samples)
+    plan = tree(task, cuts)
+    options = {"every": "step", "micros": micros, "batch_size": batch, "steps_per_round": 5, **RULES[rule]}
+    ran = run(plan, task, method=method, **options)
+    equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], batch).steps(5)))
+
+
 @pytest.mark.parametrize(
     ("method", "cuts", "rule"),
     [
@@ -288,14 +287,16 @@ def test_replicas_with_every_step_in_other_orders(options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"])
 @pytest.mark.parametrize("cuts", [[3, 6], [3, 6, 8]], ids=["tree", "U-shape"])
-def test_the_cnn_of_the_demo_on_a_tree_equals_one_process(cuts: list[int], rule: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_the_cnn_of_the_demo_on_a_tree_equals_one_process(method: str, cuts: list[int], rule: str) -> None:
     task = digits([14, 9, 0, 12])
     plan = tree(task, cuts)
-    ran = run(plan, task, every="step", micros=2, batch_size=6, steps_per_round=5, **RULES[rule])
+    ran = run(plan, task, method=method, every="step", micros=2, batch_size=6, steps_per_round=5, **RULES[rule])
     equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 6).steps(5)))
 
 
-@pytest.mark.parametrize(("cuts", "method"), [([1, 2], "gpipe"), ([1, 2, 3], "1f1b")], ids=["tree", "U-shape"])
+@pytest.mark.parametrize("cuts", [[1, 2], [1, 2, 3]], ids=["tree", "U-shape"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_transformer_of_the_demo_on_a_tree_equals_one_process(cuts: list[int], method: str) -> None:
     task = english([14, 9, 0, 12])
     plan = tree(task, cuts)
@@ -351,18 +352,7 @@ def test_federated_rounds_equal_the_rule_of_the_design(
     rounds = [list(loader.epoch() if steps is None else loader.steps(steps)) for _ in range(3)]
     options = {"optimizer_state": state, "rounds": 3, "micros": 3, "batch_size": 8}
     ran = run(plan, task, **options, **RULES[rule], **({"steps_per_round": steps} if steps else {}))
-    model = seeded(task)
-    want = train_replicas(
-        task,
-        homes(plan, model),
-        rounds,
-        FACTORIES[rule],
-        model=model,
-        state=state,
-        lr=warm_up if rule == "clipped AdamW" else lambda step: 1.0,
-        clip_norm=RULES[rule].get("clip_norm"),
-    )
-    equal(ran, want)
+    equal(ran, by_rounds(task, plan, rounds, rule, state))
 
 
 def test_buffers_of_replicas_are_averaged_by_weight() -> None:

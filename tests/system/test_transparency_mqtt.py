@@ -14,23 +14,27 @@ from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.mqtt import MqttTransport
 from tests.brokers import Mosquitto
 from tests.cases import (
-    FACTORIES,
+    METHODS,
+    PLANS,
     RULES,
+    SIZES,
     Loader,
     Wire,
+    alternating,
+    by_rounds,
     chain,
     digits,
     english,
     equal,
-    homes,
     identical,
     one_process,
     points_task,
     run,
     seeded,
     tree,
+    uneven,
 )
-from tests.oracle import train_replicas, train_single
+from tests.oracle import train_single
 from tests.test_pipedream import check as check_pipedream
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("one_thread")]
@@ -53,37 +57,25 @@ def wire(mosquitto: Mosquitto) -> Wire:
     return over(mosquitto.url)
 
 
-SHAPES = {
-    "three nodes": ([1, 4], ["a", "b", "c"]),
-    "four nodes": ([1, 3, 5], ["a", "b", "c", "d"]),
-    "U-shape": ([1, 4], ["a", "b", "a"]),
-}
-SIZES = {"48 in 4": (96, 48, 4), "50 in 7": (100, 50, 7), "a short last batch": (98, 48, 4)}
-
-
 @pytest.mark.parametrize(
-    ("method", "shape", "size", "rule"),
-    [
-        ("gpipe", "three nodes", "48 in 4", "clipped AdamW"),
-        ("1f1b", "U-shape", "50 in 7", "momentum"),
-        ("breadth-first", "four nodes", "a short last batch", "clipped AdamW"),
-        ("1f1b", "four nodes", "48 in 4", "clipped AdamW"),
-    ],
+    ("shape", "method", "size", "rule"), alternating(["three nodes", "four nodes", "U-shape"], METHODS, SIZES)
 )
-def test_one_replica_a_layer(wire: Wire, method: str, shape: str, size: str, rule: str) -> None:
+def test_one_replica_a_layer(wire: Wire, shape: str, method: str, size: str, rule: str) -> None:
     samples, batch, micros = SIZES[size]
     task = points_task([samples])
+    plan = PLANS[shape](task)
     options = {"method": method, "micros": micros, "batch_size": batch, "steps_per_round": 5, **RULES[rule]}
-    ran = run(chain(task, *SHAPES[shape]), task, wire, **options)
-    equal(ran, one_process(task, rule, Loader(task, ["a"], batch).steps(5)))
+    ran = run(plan, task, wire, **options)
+    equal(ran, one_process(task, rule, Loader(task, [plan.routes[0].device], batch).steps(5)))
 
 
-def test_a_looping_route(wire: Wire) -> None:
-    task = points_task([96])
+@pytest.mark.parametrize(("samples", "batch", "micros"), [(96, 48, 4), (100, 50, 8), (98, 48, 4)])
+def test_a_looping_route(wire: Wire, samples: int, batch: int, micros: int) -> None:
+    task = points_task([samples])
     plan = chain(task, [1, 3, 5], ["a", "b", "a", "b"])
-    options = {"method": "interleaved", "micros": 4, "batch_size": 48, "steps_per_round": 5}
+    options = {"method": "interleaved", "micros": micros, "batch_size": batch, "steps_per_round": 5}
     ran = run(plan, task, wire, **options, **RULES["momentum"])
-    equal(ran, one_process(task, "momentum", Loader(task, ["a"], 48).steps(5)))
+    equal(ran, one_process(task, "momentum", Loader(task, ["a"], batch).steps(5)))
 
 
 def test_in_float32_bit_for_bit_as_over_memory(wire: Wire) -> None:
@@ -95,9 +87,17 @@ def test_in_float32_bit_for_bit_as_over_memory(wire: Wire) -> None:
     assert identical(over_mqtt.weights, over_memory.weights)
 
 
-@pytest.mark.parametrize(
-    ("method", "cuts", "rule"), [("gpipe", [3, 6], "momentum"), ("1f1b", [3, 6, 8], "clipped AdamW")]
-)
+@pytest.mark.parametrize(("method", "cuts", "size", "rule"), alternating(METHODS, [[1, 4], [1, 3, 5]], SIZES), ids=str)
+def test_replicas_with_every_step(wire: Wire, method: str, cuts: list[int], size: str, rule: str) -> None:
+    samples, batch, micros = uneven(size)
+    task = points_task(samples)
+    plan = tree(task, cuts)
+    options = {"every": "step", "micros": micros, "batch_size": batch, "steps_per_round": 5, **RULES[rule]}
+    ran = run(plan, task, wire, method=method, **options)
+    equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], batch).steps(5)))
+
+
+@pytest.mark.parametrize(("method", "cuts", "rule"), alternating(METHODS, [[3, 6], [3, 6, 8]]), ids=str)
 def test_the_cnn_on_a_tree_with_every_step(wire: Wire, method: str, cuts: list[int], rule: str) -> None:
     task = digits([14, 9, 0, 12])
     plan = tree(task, cuts)
@@ -106,10 +106,12 @@ def test_the_cnn_on_a_tree_with_every_step(wire: Wire, method: str, cuts: list[i
     equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 6).steps(5)))
 
 
-def test_the_transformer_on_a_tree_with_every_step(wire: Wire) -> None:
+@pytest.mark.parametrize("cuts", [[1, 2], [1, 2, 3]], ids=["tree", "U-shape"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_transformer_on_a_tree_with_every_step(wire: Wire, method: str, cuts: list[int]) -> None:
     task = english([14, 9, 0, 12])
-    plan = tree(task, [1, 2])
-    ran = run(plan, task, wire, method="gpipe", every="step", micros=2, batch_size=6, steps_per_round=5)
+    plan = tree(task, cuts)
+    ran = run(plan, task, wire, method=method, every="step", micros=2, batch_size=6, steps_per_round=5)
     loader = Loader(task, [r.device for r in plan.routes], 6)
     equal(ran, train_single(task, loader.steps(5), model=seeded(task)))
 
@@ -123,14 +125,14 @@ def test_replicas_with_one_step_a_round(wire: Wire, rule: str, state: str) -> No
     equal(ran, one_process(task, rule, Loader(task, [r.device for r in plan.routes], 8).steps(5)))
 
 
-def test_federated_rounds_equal_the_rule_of_the_design(wire: Wire) -> None:
+@pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"])
+def test_federated_rounds_equal_the_rule_of_the_design(wire: Wire, rule: str) -> None:
     task = points_task(UNEQUAL)
     plan = tree(task, [1, 4])
     loader = Loader(task, [r.device for r in plan.routes], 8)
     rounds = [list(loader.epoch()) for _ in range(2)]
-    ran = run(plan, task, wire, rounds=2, micros=3, batch_size=8, **RULES["momentum"])
-    model = seeded(task)
-    equal(ran, train_replicas(task, homes(plan, model), rounds, FACTORIES["momentum"], model=model))
+    ran = run(plan, task, wire, rounds=2, micros=3, batch_size=8, **RULES[rule])
+    equal(ran, by_rounds(task, plan, rounds, rule))
 
 
 @pytest.mark.parametrize("rule", ["clipped AdamW", "momentum"], ids=["barrier", "optimistic"])
@@ -147,7 +149,7 @@ def test_a_bad_step_is_skipped(wire: Wire, rule: str) -> None:
 @pytest.mark.parametrize("window", [1, 2])
 def test_pipedream_equals_its_rule(wire: Wire, window: int) -> None:
     task = points_task([30])
-    check_pipedream(chain(task, *SHAPES["four nodes"]), task, wire, "momentum", window=window)
+    check_pipedream(chain(task, [1, 3, 5]), task, wire, "momentum", window=window)
     task = points_task([30, 9, 0, 14])
     check_pipedream(tree(task, [1, 4]), task, wire, "momentum", rounds=2, window=window)
 
