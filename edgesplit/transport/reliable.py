@@ -44,7 +44,7 @@ class Settings:
     window_frames: int = 256
     inbox_bytes: int = 32 << 20
     inbox_frames: int = 800
-    ack_delay: float = 0.02
+    ack_delay: float = 0.05
     patience: Patience = _PATIENCE
     hello_first: float = 0.25
     hello_most: float = 2.0
