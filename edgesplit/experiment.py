@@ -354,6 +354,8 @@ class Experiment(Section):
         Raises:
             ExperimentError: one line that names file or override, key and value.
         """
+        if isinstance(data, Mapping) and "nodes" in data and "task" not in data:
+            raise ExperimentError(f"{source} describes a topology: name it as 'topology' in an experiment's file")
         given = [_read_override(text) for text in overrides]
         for place, value in given:
             data = _set(data, place, value)

@@ -171,7 +171,9 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{Path(path).name}: not JSON: {error}") from None
+            raise PlanError(
+                f"{Path(path).name}: not JSON: {error}: a plan is what 'edgesplit plan -o' writes, or a run's plan.json"
+            ) from None
         try:
             return cls.from_json(data)
         except PlanError as error:

@@ -327,3 +327,8 @@ def not_yet() -> Iterator[str]:
 def test_the_docs_list_what_is_refused() -> None:
     part = DOC.read_text(encoding="utf-8").split("## Not yet\n")[1]
     assert [line for line in part.splitlines() if line.startswith("- ")] == list(not_yet())
+
+
+def test_a_topology_in_its_place_is_told_from_an_experiment() -> None:
+    with pytest.raises(ExperimentError, match=r"home.yaml describes a topology: name it as 'topology'"):
+        Experiment.from_dict({"nodes": {"cloud": {"tier": "cloud"}}}, source="home.yaml")
