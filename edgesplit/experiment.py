@@ -306,7 +306,7 @@ class Experiment(Section):
     broker: Broker = "embedded"
     """`embedded`, or `mqtt[s]://[user@]host[:port]`"""
     emulate: bool = False
-    """whether links and nodes are slowed down to what the topology says"""
+    """whether links and nodes are as slow as the topology says; an error where this machine is too slow for it"""
     seed: CountFrom0 = 0
     """of everything that is random"""
     dtype: Literal["float32", "float64"] = "float32"
