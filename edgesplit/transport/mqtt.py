@@ -42,6 +42,9 @@ SHORTER = (60 << 10, 15 << 10)
 """Bytes of the chunks that are tried where the broker swallows one of the full size."""
 
 KEEPALIVE = 10
+CALLS, CALLING_S = 3, 0.2
+"""How often a broker that hangs up before it has answered is called, and the pause in between."""
+
 VERSIONS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
 _REFUSED = {"Bad user name or password", "Not authorized", "Banned", "Bad authentication method"}
 _OLD_BROKER = "Unsupported protocol version"
@@ -264,6 +267,22 @@ class MqttTransport:
     # Starting
 
     def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
+        """Connect in the first of the versions that the broker answers in; one that hangs up is asked again."""
+        silent = False
+        for attempt in range(CALLS):
+            time.sleep(CALLING_S if attempt else 0.0)
+            began = time.monotonic()
+            if (connected := self._call(versions)) is not None:
+                return connected
+            if silent := time.monotonic() - began >= self._timeout:
+                break
+        what = f"does not answer within {self._timeout:g} s" if silent else "hangs up"
+        raise TransportError(
+            f"{self._address} took the connection but {what} in MQTT {' or '.join(versions)}: "
+            "is it a broker's port, and the right one for this url?"
+        )
+
+    def _call(self, versions: list[str]) -> tuple[str, paho.Client] | None:
         for version in versions:
             client = self._new_client(version)
             self._pump = Pump(client, direct=not (self._address.tls or self._address.websockets))
@@ -282,10 +301,7 @@ class MqttTransport:
             reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
             if reason != _OLD_BROKER:
                 raise refusal(self._address, reason)
-        raise TransportError(
-            f"{self._address} took the connection but does not answer in MQTT {' or '.join(versions)}: "
-            "is it a broker's port, and the right one for this url?"
-        )
+        return None
 
     def _new_client(self, version: str) -> paho.Client:
         five = version == "5"

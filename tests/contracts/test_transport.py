@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,52 @@ def test_something_else_there() -> None:
         url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(TransportError, match="is it a broker's port"):
             MqttTransport(url, run="r", node="a", connect_timeout=0.3)
+
+
+@contextmanager
+def moody(broker: Mosquitto, refusals: int) -> Iterator[str]:
+    """The url of a way to the broker that hangs up on the first callers."""
+    ends: list[socket.socket] = []
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def serve(server: socket.socket) -> None:
+        with suppress(OSError):
+            for left in itertools.count(refusals, -1):
+                caller, _ = server.accept()
+                if left > 0:
+                    caller.close()
+                    continue
+                onward = socket.create_connection(("127.0.0.1", broker.port))
+                ends.extend((caller, onward))
+                for pair in ((caller, onward), (onward, caller)):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        try:
+            yield f"mqtt://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
+            for end in ends:
+                end.close()
+
+
+def test_a_broker_that_hangs_up_once_is_called_again(mosquitto: Mosquitto) -> None:
+    with moody(mosquitto, 2) as url, MqttTransport(url, run="moody", node="a") as transport:
+        assert transport.connected
+
+
+def test_one_that_always_hangs_up_is_given_up_soon(mosquitto: Mosquitto) -> None:
+    began = time.monotonic()
+    with moody(mosquitto, 100) as url, pytest.raises(TransportError, match=r"hangs up in MQTT 5 or 3\.1\.1: is it a"):
+        MqttTransport(url, run="moody", node="a")
+    assert time.monotonic() - began < 3
 
 
 def test_it_falls_back_to_3_1_1_and_says_which(embedded_broker: EmbeddedBroker, mosquitto: Mosquitto) -> None:

@@ -336,7 +336,9 @@ def another_version_of_the_task(place: Shell) -> None:
 def an_exception_in_a_layer(place: Shell) -> None:
     command = place.begin("raised", *SMALL, "evaluate.every=0").wait_step()
     (place.cwd / "raise").touch()
-    refused(command.end(), "'edge' failed: ZeroDivisionError: the fuse has blown (", "task.py:", status=1)
+    refused(
+        command.end(), "'edge' failed: ZeroDivisionError: the fuse has blown in layer 'fuse' (", "task.py:", status=1
+    )
     command.gone(0.5)
     assert place.last_checkpoint("raised").position.round >= 1
 
