@@ -20,8 +20,9 @@ OPTIONAL = {
     "torch": "nodes that compute with torch, and the coordinator: pip install 'edgesplit[torch]'",
     "flwr": "federated averaging of replicated layers: pip install 'edgesplit[flower]'",
     "iotcore": "the embedded broker: pip install 'edgesplit[broker]'",
+    "zlib-ng": "faster checksums of what is sent: pip install 'edgesplit[fast]'",
 }
-MODULES = {"torch": "torch", "flwr": "flwr", "iotcore": "iotcore"}
+MODULES = {"torch": "torch", "flwr": "flwr", "iotcore": "iotcore", "zlib-ng": "zlib_ng"}
 ROUND_TRIPS = 50
 SLOW_MS = 20.0
 """A round trip over loopback or a LAN that takes longer than this has Nagle's algorithm in it."""

@@ -177,7 +177,7 @@ class Engine:
         if span not in self._runners:
             self._runners[span] = runner = self.kit.runner(*span)
             runner.same_weights = self.method.policy == "latest"
-            runner.watchful = self._searching
+        self._runners[span].watchful = self._searching
         return self._runners[span]
 
     def _policy(self, span: tuple[int, int]) -> WeightPolicy:
@@ -326,7 +326,7 @@ class Engine:
     def _settle(self, work: Settle) -> Outcome:
         commit = work.commit
         self.loss_scale = commit.loss_scale
-        self._search(not commit.apply)
+        self._searching = not commit.apply
         if commit.apply:
             self.store.confirm(commit.step)
             self._begun = [step for step in self._begun if step > commit.step]
@@ -340,12 +340,6 @@ class Engine:
         for policy in self._policies.values():
             policy.drop()
         return Outcome()
-
-    def _search(self, searching: bool) -> None:
-        if searching != self._searching:
-            self._searching = searching
-            for runner in self._runners.values():
-                runner.watchful = searching
 
     # -- state in and out
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from edgesplit.data import TEST_EPOCH, Feed
+from edgesplit.errors import Within
 from edgesplit.kit import Kit
 from edgesplit.segments.torch import from_arrays
 from edgesplit.splitting import Chain, modes_kept
@@ -36,7 +37,8 @@ def evaluate(chain: Chain, task: Task, kit: Kit, source: Any) -> dict[str, float
             output = chain.model(x)
             weight = task.weigh(target)
             if weight:
-                add("loss", float(task.loss(output, target)) * weight, weight)
+                with Within("Task.loss"):
+                    add("loss", float(task.loss(output, target)) * weight, weight)
             for name, measured in task.measure(output, target).items():
                 add(name, *measured)
     return {name: value / count for name, (value, count) in totals.items() if count}

@@ -86,7 +86,8 @@ class Task:
         default: Any = len
         if self.weight is default and isinstance(target, Mapping):
             return float(len(next(iter(target.values()))))
-        weight = float(self.weight(target))
+        with Within("Task.weight"):
+            weight = float(self.weight(target))
         if not (math.isfinite(weight) and weight >= 0):
             raise TaskError(f"task.weight gives {weight}: it must count the units that the loss is a mean over")
         return weight

@@ -270,7 +270,8 @@ class MqttTransport:
         """Connect in the first of the versions that the broker answers in; one that hangs up is asked again."""
         silent = False
         for attempt in range(CALLS):
-            time.sleep(CALLING_S if attempt else 0.0)
+            if attempt:
+                time.sleep(CALLING_S)
             began = time.monotonic()
             if (connected := self._call(versions)) is not None:
                 return connected

@@ -364,7 +364,7 @@ def data_that_is_not_finite(place: Shell) -> None:
 def diverged(place: Shell, name: str, *options: str) -> None:
     command = place.begin(name, *SMALL, "evaluate.every=0", *options).wait_step()
     (place.cwd / "nan").touch()
-    refused(command.end(), "3 steps in a row were not finite (steps ", " in layer '", "' on '", status=1)
+    refused(command.end(), "3 steps in a row were not finite (steps ", "first in layer 'fuse' on 'edge'", status=1)
     command.gone(0.5)
     saved = place.last_checkpoint(name)
     assert all(np.isfinite(array).all() for array in saved.model.values())
