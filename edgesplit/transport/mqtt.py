@@ -106,7 +106,7 @@ class MqttTransport:
         heartbeat: float = 2.0,
         grace: float = 2.0,
         silence: float = 30.0,
-        give_up: float = 60.0,
+        give_up: float = 120.0,
         watch: Sequence[str] | None = None,
         settings: Settings | None = None,
         limits: Limits = LIMITS,
