@@ -55,9 +55,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class NodeChanged:
-    """Effect: a node is ``lost``, or ``back`` with all it had; or it has ``returned`` with an empty memory, and is
-    ``recovered`` when all nodes are in one state again: the one that ``reason`` says. One that is ``forgetful`` cannot
-    keep its state."""
+    """Effect: what has become of a node.
+
+    Attributes:
+        state: ``lost``; ``back`` with all it had; ``returned`` with an empty memory, and then ``recovered``, when all
+            nodes are in one state again; ``forgetful``, if it cannot keep its state.
+        reason: why it was lost, where the fleet goes on, or what its disk says.
+    """
 
     node: str
     state: Literal["lost", "back", "returned", "recovered", "forgetful"]
@@ -127,6 +131,7 @@ class _Request:
     then: Callable[[Mapping[str, Message], float], list[Effect]] | None = None
     replies: dict[str, Message] = field(default_factory=dict)
     point: Point | None = None  # of the weights that a load gives out
+    due: bool = False  # to be asked again
 
 
 class Coordinator:
@@ -210,7 +215,8 @@ class Coordinator:
             self.next_micro += len(step.micros)
             opened.append(_Open(due, step, self._participants(step, due.evaluate)))
         self._open.extend(opened)
-        sheet = Sheet(tuple(entry.step for entry in opened), dues[0].evaluate if dues else False)
+        evaluate = any(due.evaluate for due in dues)
+        sheet = Sheet(tuple(entry.step for entry in opened), evaluate, self.loss_scale.dynamic and not evaluate)
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
 
@@ -359,7 +365,6 @@ class Coordinator:
         """All have told what they have kept: have them go back to the newest point that all have."""
         kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
         count = self.line.common(kept)
-        lacking = self.line.lacking(kept) if count is None else []
         back = self.line.rewind(self.term, count or 0)
         opened = [replace(entry.due) for entry in self._open]
         self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
@@ -368,8 +373,10 @@ class Coordinator:
         point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
         asked: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {}
         for node in replies:
-            asked[node] = ("return", point, {})
-            if node in lacking:
+            own = self.line.newest(kept[node])
+            if own is not None:
+                asked[node] = ("return", {**point, "kept": own.to_json()}, {})
+            else:
                 arrays = self.spare(node)
                 if arrays is None:
                     return [Failed(NodeLost(f"node {node!r} came back without what it had kept: resume the run"))]
@@ -383,20 +390,29 @@ class Coordinator:
         where = f"at the end of step {step}" if step >= 0 else "at the beginning"
         effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
         self._fresh.clear()
-        effects += self._publish_again(now)
         for request in self._requests.values():
             request.replies.clear()
-            effects += self._ask(request)
-        return effects
+            request.due = True
+        return effects + self._catch_up(now)
 
-    def _publish_again(self, now: float) -> list[Effect]:
-        """Issue what was taken back: training first, evaluation when that has ended."""
-        if not self._again:
+    def _catch_up(self, now: float) -> list[Effect]:
+        """Once all issued steps have ended: issue what was taken back, training first, then ask what was not answered.
+
+        A question must not overtake a step: one that is skipped leaves the nodes idle for a moment.
+        """
+        if self._open or self._recovery is not None:
             return []
-        evaluate = self._again[0].evaluate
-        ready = [due for due in self._again if due.evaluate == evaluate]
-        self._again = [due for due in self._again if due.evaluate != evaluate]
-        return self._publish(ready, now)
+        if self._again:
+            evaluate = self._again[0].evaluate
+            ready = [due for due in self._again if due.evaluate == evaluate]
+            self._again = [due for due in self._again if due.evaluate != evaluate]
+            return self._publish(ready, now)
+        effects: list[Effect] = []
+        for request in self._requests.values():
+            if request.due:
+                request.due = False
+                effects += self._ask(request)
+        return effects
 
     def _standing(self) -> Standing:
         return Standing(self.loss_scale.value, self.loss_scale.good, self.skipped, self._skipped_in_row)
@@ -429,7 +445,7 @@ class Coordinator:
         effects: list[Effect] = []
         while self._open and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
-        return effects if self._open or self._recovery else [*effects, *self._publish_again(now)]
+        return effects + self._catch_up(now)
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
@@ -440,15 +456,13 @@ class Coordinator:
             return self._close_asynchronous(entry)
         sums, weights = self._add_replicas(entry)
         finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
-        scale = self.loss_scale.value
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
         if not finite:
             return self._skip(entry, now, searching)
         self._skipped_in_row = 0
         commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
-        # A new scale is news to nodes that sat this step out too.
-        to = entry.participants if commit.loss_scale == scale else self._nodes
+        to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:

@@ -18,7 +18,7 @@ from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Settle, Work
 from edgesplit.optimizers import OptimizerSpec
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Commit, Report
-from edgesplit.recovery import Point, point_of
+from edgesplit.recovery import Point, one_kept, point_of
 from edgesplit.schedule import Action, Micro, Step, updated_layers
 from edgesplit.segments.base import Arrays, Output, Samples, SegmentRunner
 from edgesplit.task import Shard
@@ -416,8 +416,8 @@ class Engine:
 
     def _return(self, message: Message) -> Outcome:
         """Go back to a point that was kept, whatever is going on."""
-        point = point_of(message.meta.get("point"))
-        held = self.journal.read(point) if self.journal else None
+        point, kept = point_of(message.meta.get("point")), one_kept(message.meta.get("kept"))
+        held = self.journal.read(kept) if self.journal else None
         if held is None or self.journal is None:
             raise RunError(f"{self.name!r} cannot go back to step {point.step}: what it had kept is gone")
         weights = held.pop("round").tolist()
@@ -427,7 +427,7 @@ class Engine:
             parts[kind][rest] = array
         arrays = Exported(parts["param"], parts["buffer"], parts["optimizer"])
         self.store.restore(Snapshot(arrays, dict(zip(self.store.layers, weights, strict=True))))
-        self.journal.forget_after(point)
+        self.journal.forget_after(kept.point)
         self.loss_scale = float(message.meta.get("loss_scale", self.loss_scale))
         self._point, self._begun, self._adopted, self._searching = point, [], None, False
         self._runners.clear()

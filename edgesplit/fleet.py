@@ -17,7 +17,6 @@ from edgesplit.protocol import Assignment
 from edgesplit.transport.base import Transport
 from edgesplit.worker import Worker
 
-
 RESTARTS_S = 60.0
 """Within this time a process that is killed again and again is given up."""
 

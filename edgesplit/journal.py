@@ -90,20 +90,17 @@ class Journal:
         with self._idle:
             self._idle.wait_for(lambda: self._waiting == 0)
 
-    def read(self, point: Point) -> dict[str, np.ndarray[Any, Any]] | None:
-        """Return the state at ``point``: that of the last kept one up to it. None: there is none that can be read."""
+    def read(self, kept: Kept) -> dict[str, np.ndarray[Any, Any]] | None:
+        """Return the state that was kept. None: it cannot be read."""
         self.flush()
-        found = {entry: path for path, entry in self._entries.items() if entry.kept.point <= point}
-        before = [entry for entry in found if entry.kept.point.load == point.load]
-        if not before:
-            return None
-        newest = max(before)
-        full = max((entry for entry in before if entry.full and entry.kept <= newest.kept), default=None)
-        if full is None:
+        of_load = {entry: path for path, entry in self._entries.items() if entry.kept.point.load == kept.point.load}
+        own = next((path for entry, path in of_load.items() if entry.kept == kept), None)
+        full = max((entry for entry in of_load if entry.full and entry.kept.point <= kept.point), default=None)
+        if own is None or full is None:
             return None
         try:
-            whole = self._load(found[full])
-            return whole if full == newest else whole | self._load(found[newest])
+            whole = self._load(of_load[full])
+            return whole if own == of_load[full] else whole | self._load(own)
         except RunError as error:
             log.warning("%s", error)
             return None

@@ -162,6 +162,7 @@ class NodeMachine:
         self._commits: dict[int, Message] = {}
         self._verdicts: deque[Commit] = deque()  # on steps that are taken back or had no part for this node
         self._keeps: deque[int] = deque()  # steps whose updates are made
+        self._passing: deque[int] = deque()  # steps that pass this node by, whose commits it must know nevertheless
         self._requests: deque[Message] = deque()
 
     # -- messages in
@@ -193,8 +194,10 @@ class NodeMachine:
         self.term = term
         for step in list(self._steps):
             self._forget(step)
-        for held in (self._pending, self._verdicts, self._keeps, self._requests, self._live, self._held, self._commits):
+        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests):
             held.clear()
+        for named in (self._live, self._held, self._commits):
+            named.clear()
 
     def _roll_back(self, commit: Commit, term: int) -> None:
         """Drop what was planned from ``commit.step`` on; the engine's part is the next piece of work."""
@@ -203,6 +206,7 @@ class NodeMachine:
         self._pending = deque(a for a in self._pending if self._micros[a.micro][0].step < commit.step)
         self._live = {key: live for key, live in self._live.items() if self._micros[key[1]][0].step < commit.step}
         self._keeps = deque(step for step in self._keeps if step < commit.step)
+        self._passing = deque(step for step in self._passing if step < commit.step)
         for step in [step for step in self._steps if step.step >= commit.step]:
             self._forget(step)
         self._held = {key: message for key, message in self._held.items() if message.term >= term}
@@ -224,6 +228,8 @@ class NodeMachine:
                 self._left[step.step] = counts[step.step]
                 if sheet.evaluate:
                     self._evaluating.add(step.step)
+            elif sheet.everyone and step.micros:
+                self._passing.append(step.step)
 
     def _forwards(self, sheet: Sheet) -> list[Action]:
         return [
@@ -270,7 +276,7 @@ class NodeMachine:
         seen = 0
         earlier: list[Action] = []
         for action in self._pending:
-            if seen == self.window:
+            if seen == self.window or (self._passing and self._passing[0] < self._step_of(action)):
                 break
             run = self._ready(action, earlier)
             if run is not None:
@@ -419,6 +425,8 @@ class NodeMachine:
         self.loss_scale = commit.loss_scale
         if self._verdicts and commit is self._verdicts[0]:
             self._verdicts.popleft()
+            if self._passing and self._passing[0] == commit.step:
+                self._passing.popleft()
         else:
             self._forget(self._steps[0])
 
@@ -472,6 +480,8 @@ class NodeMachine:
             action = self._pending[0]
             step, micro = self._micros[action.micro]
             stages = self._routes[micro.device]
+            if self._passing and self._passing[0] < step.step:
+                return f"the commit of step {self._passing[0]}"
             if action.op == "U":
                 return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:

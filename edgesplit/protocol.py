@@ -38,10 +38,17 @@ def _finite(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The steps ahead. ``evaluate``: forwards only, over the devices' test sets, no update."""
+    """The steps ahead.
+
+    Attributes:
+        steps: in order.
+        evaluate: forwards only, over the devices' test sets, no update.
+        everyone: commits come to nodes that a step passes by, too, and those wait for them: the loss scale may change.
+    """
 
     steps: tuple[Step, ...]
     evaluate: bool = False
+    everyone: bool = False
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -54,14 +61,15 @@ class Sheet:
             }
             for step in self.steps
         ]
-        return {"steps": steps, "evaluate": self.evaluate}
+        return {"steps": steps, "evaluate": self.evaluate, "everyone": self.everyone}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Sheet:
         """Read a sheet. Raises FrameError where it is malformed."""
         steps = meta.get("steps")
         _need(isinstance(steps, list) and len(steps) <= MAX_STEPS, "sheet", "no list of steps")
-        return cls(tuple(_step(entry) for entry in steps), bool(meta.get("evaluate")))  # type: ignore[union-attr]
+        flags = (bool(meta.get(key)) for key in ("evaluate", "everyone"))
+        return cls(tuple(_step(entry) for entry in steps), *flags)  # type: ignore[union-attr]
 
 
 def _step(entry: Any) -> Step:

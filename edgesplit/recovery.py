@@ -35,6 +35,11 @@ class Kept(NamedTuple):
         return [*self.point, self.term]
 
 
+def one_kept(row: Any) -> Kept:
+    """Read a kept point. Raises FrameError where it is malformed."""
+    return kept_of({"kept": [row]})[0]
+
+
 def kept_of(meta: Mapping[str, Any]) -> list[Kept]:
     """Read what a node says that it has kept. Raises FrameError where that is malformed."""
     rows = meta.get("kept", [])
@@ -119,15 +124,15 @@ class Line:
         in_time = all(kept.point <= last for term, last in self.cuts if term > kept.term)
         return kept.point.load == self.base.load and in_time
 
+    def newest(self, kept: Iterable[Kept]) -> Kept | None:
+        """Return the newest kept point that counts: a node's state at the end of this line."""
+        return max((one for one in kept if self.counts(one) and one.point <= self.point()), default=None)
+
     def common(self, kept: Mapping[str, Iterable[Kept]]) -> int | None:
-        """Return how many of the steps every node can keep; None: some cannot even go back to the base."""
+        """Return how many of the steps every node can keep; None: some have not even kept the base."""
         reach = [self._reach(node, {k.point.step for k in of_node if self.counts(k)}) for node, of_node in kept.items()]
         shared = set.intersection(*reach) if reach else {len(self.ended)}
         return max(shared, default=None)
-
-    def lacking(self, kept: Mapping[str, Iterable[Kept]]) -> list[str]:
-        """Return the nodes that cannot go back to the base."""
-        return [n for n, own in kept.items() if self.base.step not in {k.point.step for k in own if self.counts(k)}]
 
     def _reach(self, node: str, steps: Collection[int]) -> set[int]:
         """The counts of steps after which the node's state is one of those kept, because nothing passed it since."""
@@ -141,5 +146,3 @@ class Line:
             if valid:
                 found.add(count)
         return found
-
-

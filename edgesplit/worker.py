@@ -132,8 +132,9 @@ class Worker:
 
     def _leave(self) -> None:
         if self._gone is not None and time.monotonic() - self._gone[0] >= self._coordinator_s:
-            raise CoordinatorGone(f"the coordinator is gone ({self._gone[1]}) and did not come back within "
-                                  f"{self._coordinator_s:g} s")
+            raise CoordinatorGone(
+                f"the coordinator is gone ({self._gone[1]}) and did not come back within {self._coordinator_s:g} s"
+            )
 
     def _overslept(self, seconds: float) -> None:
         if self._emulator is not None:

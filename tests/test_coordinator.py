@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, LossScale, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
@@ -391,7 +391,7 @@ def test_a_scale_that_grows_is_told_to_all() -> None:
     c = make(TREE, loss_scale=LossScale(4.0, dynamic=True, growth_interval=2))
     c.issue([draft(0, "d1"), draft(1, "d1")], 0.0)
     first = commits(feed(c, report("d1", 0), report("c", 0)))
-    assert {n: commit.loss_scale for n, commit in first.items()} == {"d1": 4.0, "c": 4.0}
+    assert {n: commit.loss_scale for n, commit in first.items()} == {"d1": 4.0, "d2": 4.0, "c": 4.0}
     second = commits(feed(c, report("d1", 1), report("c", 1)))
     assert {n: commit.loss_scale for n, commit in second.items()} == {"d1": 8.0, "d2": 8.0, "c": 8.0}
 

@@ -26,8 +26,8 @@ LAYERS = [
         "transport.base", "transport.frames", "segments.base", "segments.random",
     },
     {
-        "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data", "emulation",
-        "transport", "segments.masks",
+        "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
+        "emulation", "transport", "segments.masks",
     },
     {"journal", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
