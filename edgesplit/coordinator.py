@@ -124,12 +124,16 @@ Asked = Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]]
 
 @dataclass
 class _Request:
-    """A question that is open. ``then``: what is done with the answers; None: they are handed out."""
+    """A question that is open. ``then``: what is done with the answers; None: they are handed out.
+
+    Each time that it is asked it has another ``asking`` number, so that no answer to an earlier time counts.
+    """
 
     number: int
     asked: Asked
     then: Callable[[Mapping[str, Message], float], list[Effect]] | None = None
     replies: dict[str, Message] = field(default_factory=dict)
+    asking: int = 0
     point: Point | None = None  # of the weights that a load gives out
     due: bool = False  # to be asked again
 
@@ -250,8 +254,10 @@ class Coordinator:
         return request.number, self._ask(request)
 
     def _ask(self, request: _Request) -> list[Effect]:
+        request.asking = next(self._request_numbers) if request.asking else request.number
+        request.replies.clear()
         return [
-            self._send(node, kind, {**meta, "request": request.number}, arrays)
+            self._send(node, kind, {**meta, "request": request.asking}, arrays)
             for node, (kind, meta, arrays) in request.asked.items()
         ]
 
@@ -289,10 +295,8 @@ class Coordinator:
 
     def _reply(self, message: Message, now: float) -> list[Effect]:
         wanted = message.meta.get("request")
-        if self._recovery is not None and wanted == self._recovery.number:
-            request: _Request | None = self._recovery
-        else:
-            request = self._requests.get(wanted) if isinstance(wanted, int) else None
+        asked = [*self._requests.values(), *([self._recovery] if self._recovery is not None else [])]
+        request = next((request for request in asked if request.asking == wanted), None)
         if request is None or message.sender not in request.asked:
             return []
         self._progress_at = now
@@ -391,7 +395,6 @@ class Coordinator:
         effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
         self._fresh.clear()
         for request in self._requests.values():
-            request.replies.clear()
             request.due = True
         return effects + self._catch_up(now)
 
