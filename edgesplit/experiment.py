@@ -302,7 +302,7 @@ class Experiment(Section):
     loss_scale: LossScale = "off"
     """what losses are multiplied by: `off`, `dynamic` or a number"""
     on_node_lost: OnNodeLost = "wait=60s"
-    """what happens when a node is lost: `stop` the run, or `wait=60s` for it to come back (seconds)"""
+    """when a node is lost: `stop`, `wait=60s` for it, or `continue` the round without it where the others can"""
     local: LocalOptions = Field(default_factory=LocalOptions)
     """a whole fleet on one machine"""
     broker: Broker = "embedded"
@@ -391,7 +391,6 @@ class Experiment(Section):
 
 NOT_YET = (
     NotYet("log", " with entries", bool, "metrics are in the run's folder; leave log empty"),
-    NotYet("on_node_lost", " continue", lambda value: value == "continue", "use stop or wait=60s"),
     NotYet("plan.planner", " msp", lambda value: value == "msp", "use manual or even"),
 )
 

@@ -217,6 +217,10 @@ def _write(
         "samples_per_s": samples / training if training else 0.0,
         "nodes": _nodes(session, plan),
         "links": session.links(),
+        "missed": {
+            device: {"steps": len(steps), "samples": sum(steps.values())}
+            for device, steps in session.training.conductor.coordinator.missed.items()
+        },
         "bubble": bubble(events) if events else None,
         "predicted_s": predicted,
         "measured_s": statistics.median(steps) if steps else None,

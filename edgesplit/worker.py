@@ -183,7 +183,10 @@ class Worker:
                 f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
             )
         self._open_journal(assignment, kit)
-        self._engine = Engine(self.name, assignment, kit, self._journal)
+        before = self._engine
+        if before is not None and before.assignment.run != assignment.run:
+            before = None
+        self._engine = Engine(self.name, assignment, kit, self._journal, before)
         if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
             self._transport.probe(self._engine.neighbours(), PROBE_S)
         self._machine = self._engine.machine()

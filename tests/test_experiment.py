@@ -229,10 +229,6 @@ WRONG = [
     ),
     ("on_node_lost: stopp", "on_node_lost is 'stopp', must be stop, continue or wait=60s (did you mean 'stop'?)"),
     (
-        "on_node_lost: continue",
-        "on_node_lost: continue is not supported yet in this version: use stop or wait=60s",
-    ),
-    (
         "broker: embeded",
         "broker is 'embeded', must be embedded or mqtt[s]://[user@]host[:port] (did you mean 'embedded'?)",
     ),
