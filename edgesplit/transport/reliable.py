@@ -203,8 +203,10 @@ class Reliable:
 
     def next_deadline(self) -> float:
         """When :meth:`tick` has something to do; infinity if nothing is waited for."""
-        outs = (min(self._outs[peer].due, self._greetings[peer].due) for peer in self._active)
-        return min(min(self._ack_due.values(), default=math.inf), min(outs, default=math.inf))
+        due = min(self._ack_due.values(), default=math.inf)
+        for peer in self._active:
+            due = min(due, self._outs[peer].due, self._greetings[peer].due)
+        return due
 
     def unacknowledged(self) -> dict[str, int]:
         """How many chunks each peer has not acknowledged; peers with none are left out."""
