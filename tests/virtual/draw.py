@@ -47,7 +47,7 @@ def draw_tiny(rng: Random) -> Tiny:
     method = rng.choice(METHODS_DRAWN)
     case = Case(
         plan=plan,
-        cutting=Cutting(rng.randint(2, 4)),
+        cutting=Cutting(None, rng.choice([2, 2, 3, 4])) if rng.random() < 0.7 else Cutting(rng.randint(1, 2)),
         method=method,
         window=rng.choice([1, 1, 2]) if "window>1" in METHODS[method].allows else 1,
         split_backward=rng.random() < 0.2,
@@ -63,7 +63,7 @@ def draw_tiny(rng: Random) -> Tiny:
 def _draw_rounds(rng: Random, devices: Sequence[str]) -> list[list[list[Draft]]]:
     """Two or three steps, in one round or two, in one sheet each or two."""
     agenda = Agenda({device: [rng.randint(2, 5) for _ in range(2)] for device in devices}, lambda step: 1 + step % 3)
-    drafts = agenda.round(devices, steps=rng.randint(2, 3))
+    drafts = agenda.round(devices, steps=rng.choice([2, 2, 3]))
     if rng.random() < 0.5:
         return [[drafts[:1]], [drafts[1:]]]
     return [[drafts]] if rng.random() < 0.5 else [[drafts[:1], drafts[1:]]]

@@ -51,9 +51,9 @@ class Process:
         self.endpoint = Endpoint(RUN, name, world.rng.getrandbits(63) + 1, settings=settings)
         self.will = self.endpoint.status("offline", WALL + world.now + client.skew)
         self.connected = self.started = False
-        self.life = float(world.lives[name] << 32)
-        self.delivered: dict[str, float] = {}
-        self._sent: dict[str, float] = {}
+        self.life = world.lives[name]
+        self.delivered: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
         self._chunk_size = chunk_size
         self._inbox: deque[Message] = deque()
         self._armed = math.inf
@@ -110,7 +110,7 @@ class Process:
         if armed != self._armed or self.client.dead:
             return
         self._armed, now = math.inf, self.world.now
-        if self.connected:
+        if self.connected and self.endpoint.next_deadline() <= now:
             self._perform(self.endpoint.tick(now, WALL + now + self.client.skew))
         if self.program.next_deadline() <= now:
             self._send(self.program.on_tick(now))
@@ -124,8 +124,8 @@ class Process:
                 self._perform(endpoint.send(to, chunk, now))
 
     def _numbered(self, to: str, message: Message) -> Message:
-        self._sent[to] = number = self._sent.get(to, self.life) + 1
-        object.__setattr__(message, "sent", number)  # before it is encoded; a copy of each would cost
+        self._sent[to] = number = self._sent.get(to, self.life << 32) + 1
+        object.__setattr__(message, "sent", float(number))  # before it is encoded; a copy of each would cost
         return message
 
     def _perform(self, effects: Iterable[Effect]) -> None:
@@ -140,11 +140,15 @@ class Process:
 
     def _deliver(self, message: Message) -> None:
         if message.kind != "status":
-            sender, number = message.sender, message.sent
-            last = self.delivered.get(sender)
-            if last is not None and number != last + 1:
-                new_life = number > last and int(number) >> 32 > int(last) >> 32
-                assert new_life and number % (1 << 32) == 1, f"{self.name}: {number} of {sender} after {last}"
-            assert last is not None or self.world.lives[self.name] > 1 or number % (1 << 32) == 1, "the first is lost"
-            self.delivered[sender] = number
+            self._check_turn(message.sender, int(message.sent))
         self._inbox.append(message)
+
+    def _check_turn(self, sender: str, number: int) -> None:
+        """A message comes after the one before it; one of a new life of its sender begins at 1."""
+        last = self.delivered.get(sender)
+        if number != (last or 0) + 1:
+            what = f"{self.name}: message {number:#x} of {sender} after {last}"
+            first_here = last is None and self.world.lives[self.name] > 1  # others have gone to an earlier life
+            assert first_here or number & (1 << 32) - 1 == 1, what
+            assert last is None or number >> 32 > last >> 32, what
+        self.delivered[sender] = number

@@ -68,9 +68,7 @@ class Trial:
 
     def run(self) -> None:
         """Run to the end of the script, then until all is acknowledged; then nothing may be left anywhere."""
-        world, until = self.world, self.faults.calm + PATIENCE_S
-        world.run(lambda: self.driver.done, until)
-        world.run(self._quiet, until)
+        self.world.run(lambda: self.driver.done and self._quiet(), self.faults.calm + PATIENCE_S)
         for name, program in self.nodes.items():
             left = {part: held for part in MEMORY if (held := getattr(program.machine, part))}
             assert not left, f"{name} still holds {left}"

@@ -81,16 +81,19 @@ class World:
         self._count = count = self._count + 1
         heapq.heappush(self._heap, (when, count, action, args))
 
-    def run(self, done: Callable[[], bool], until: float) -> None:
-        """Run until something is true. Raises Stuck where that does not come."""
+    def run(self, done: Callable[[], bool], until: float, look: float = 0.1) -> None:
+        """Run until something is true, at which is looked every ``look`` seconds. Raises Stuck where it never is."""
         heap, pop = self._heap, heapq.heappop
         while not done():
-            if not heap or heap[0][0] > until:
+            if self.now >= until:
                 held = {name: process.waits_for() for name, process in self.processes.items()}
                 raise Stuck(f"after {self.now:.1f} s and {self.packets} packets: {held}")
-            self.now, _, action, args = pop(heap)
-            self.events += 1
-            action(*args)
+            pause = self.now + look
+            while heap and heap[0][0] <= pause:
+                self.now, _, action, args = pop(heap)
+                self.events += 1
+                action(*args)
+            self.now = pause
 
     # Processes
 
