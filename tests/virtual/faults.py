@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -34,8 +35,8 @@ class Faults:
         return self.loss + self.repeat + self.reorder + self.spike + self.garble
 
 
-def draw_faults(rng: Random) -> Faults:
-    """From a quiet network to one where every third packet meets with something."""
+def draw_faults(rng: Random, crashing: Sequence[str] = ()) -> Faults:
+    """From a quiet network to one where every third packet meets with something; ``crashing``: who may crash."""
     chances = [0.0, 0.0, 0.0, 0.01, 0.03, 0.1]
     return Faults(
         loss=rng.choice(chances),
@@ -45,5 +46,8 @@ def draw_faults(rng: Random) -> Faults:
         garble=rng.choice(chances),
         far=rng.choice([0.1, 1.0, 4.0]),
         strikes={rng.randint(1, 300): rng.choice(STRIKES) for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))},
+        crashes={
+            rng.randint(1, 300): rng.choice(crashing) for _ in range(rng.choice([0, 1, 1, 2, 3]) if crashing else 0)
+        },
         calm=rng.choice([2.0, 5.0, 10.0, 20.0]),
     )

@@ -95,10 +95,12 @@ class Process:
 
     def _work(self) -> None:
         inbox, program, now = self._inbox, self.program, self.world.now
-        while inbox:
+        while inbox and not self.client.dead:
             sends = program.on_message(inbox.popleft(), now)
             if sends:
                 self._send(sends)
+        if self.client.dead:
+            return
         # Not connected, an endpoint has no time: the shell is busy connecting.
         due = self.endpoint.next_deadline() if self.connected else math.inf
         due = min(due, program.next_deadline())

@@ -21,10 +21,12 @@ HELLO = "hello"
 
 
 class NodeProgram:
-    """One node's machine and engine, and the time that its work takes. Forgets all in a crash."""
+    """One node's machine and engine, and the time that its work takes. Keeps nothing on its disk yet."""
 
-    def __init__(self, name: str, case: Case, barrier: bool, scale: float, rng: Random, slow: float) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, case: Case, disk: dict[str, Any], *, barrier: bool, scale: float, rng: Random, slow: float
+    ) -> None:
+        self.name, self.disk = name, disk
         self.engine = IntEngine(name, case, scale)
         self.machine = self.engine.machine(barrier)
         self._rng, self._slow = rng, slow

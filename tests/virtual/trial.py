@@ -86,7 +86,8 @@ class Trial:
 
     def _node(self, name: str, barrier: bool) -> Any:
         def make(client: Client, disk: dict[str, Any]) -> Process:
-            program = NodeProgram(name, self.case, barrier, self.case.scale.value, self.world.rng, self._slow[name])
+            rng, slow, scale = self.world.rng, self._slow[name], self.case.scale.value
+            program = NodeProgram(name, self.case, disk, barrier=barrier, scale=scale, rng=rng, slow=slow)
             return Process(self.world, name, client, program, self._chunk_size, self._settings)
 
         return make

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class World:
         self.now = 0.0
         self.packets = 0
         self.events = 0
+        self.met: Counter[str] = Counter()  # faults by their names
         self.processes: dict[str, Process] = {}
         self.lives: dict[str, int] = {}
         self.disks: dict[str, dict[str, Any]] = {}
@@ -264,19 +266,23 @@ class World:
         faults, dice = self.faults, self._random() * self._chance
         args = client, client.conn, target, target.conn
         if dice < faults.loss:
+            self.met["loss"] += 1
             return
         dice -= faults.loss
         if dice < faults.repeat:
+            self.met["repeat"] += 1
             self.at(due, self._arrive, *args, data)
             self.at(due + faults.far * self._random(), self._arrive, *args, data)
         elif dice < faults.repeat + faults.garble:
+            self.met["garble"] += 1
             self.at(due, self._arrive, *args, self._garbled(data))
         elif dice < faults.repeat + faults.garble + faults.spike:
-            # All that follows waits too.
+            self.met["spike"] += 1  # all that follows waits too
             due += faults.far * self._random()
             client.last[target.process.name] = max(due, client.last.get(target.process.name, 0.0))
             self.at(due, self._arrive, *args, data)
         else:
+            self.met["reorder"] += 1
             self.at(due + 10 * (client.latency + target.latency) * self._random(), self._arrive, *args, data)
 
     def _garbled(self, data: bytes) -> bytes:
@@ -296,10 +302,12 @@ class World:
             return
         rng = self.rng
         if (name := self.faults.crashes.get(number)) is not None:
-            # Not in the middle of the call that publishes: the process would go on although it is dead.
-            self.at(self.now, self._crash, name)
+            self.met["crash"] += 1
+            down = min(10 ** rng.uniform(-2, 1), max(self.faults.calm - self.now, 0.05))
+            self.crash(name, down, power=rng.random() < 0.3)  # perhaps the one that publishes: nothing more leaves it
         if (what := self.faults.strikes.get(number)) is None:
             return
+        self.met[what] += 1
         client = rng.choice(list(self.processes.values())).client
         if what == "reset":
             self.at(self.now, self._reset, client)
@@ -310,10 +318,6 @@ class World:
         else:
             power = what == "broker power"
             self.at(self.now, self._break_broker, 10 ** rng.uniform(-2, 1), rng.random() < 0.7, power)
-
-    def _crash(self, name: str) -> None:
-        down = min(10 ** self.rng.uniform(-2, 1), max(self.faults.calm - self.now, 0.05))
-        self.crash(name, down, power=self.rng.random() < 0.3)
 
     def _break_broker(self, down: float, forget: bool, power: bool) -> None:
         self.crash_broker(down, forget=forget, power=power)
