@@ -223,12 +223,8 @@ def simulate_asynchronous(seed: int) -> None:
         done = fleet.train(*in_pieces(rng, drafts))
         assert [step.step for step in done] == [draft.step for draft in drafts]
         for draft, step in zip(drafts, done, strict=True):
-            nodes = set()
-            for device, share in present(draft).items():
-                for node, start, stop in case.plan.route(device).stages:
-                    nodes.add(node)
-                    for layer in range(start, stop):
-                        wanted[node, draft.step, layer] += len(oracle.pieces(share.samples))
+            wanted += oracle.updates([draft])
+            nodes = {place.node for device in present(draft) for place in case.plan.route(device).stages}
             assert step.applied == (not nodes & case.poison.get(draft.step, frozenset()))
         fleet.ask("fetch", {node: ({}, {}) for node in case.plan.nodes()})
     fleet.settle()

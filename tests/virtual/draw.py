@@ -20,7 +20,7 @@ SHAPES = {
 }
 """Routes by nodes, one device's after the other."""
 
-METHODS_DRAWN = sorted(name for name, method in METHODS.items() if method.synchronous and name != "interleaved")
+METHODS_DRAWN = sorted(name for name in METHODS if name != "interleaved")
 """Interleaved needs loops, which are none of the shapes."""
 
 
@@ -45,15 +45,16 @@ def draw_tiny(rng: Random) -> Tiny:
     cuts = {n: sorted(rng.sample(range(1, layers), n - 1)) for n in sorted({len(path) for path in paths})}
     plan = Plan(tuple(f"l{i}" for i in range(layers)), tuple(route(p, cuts[len(p)], layers) for p in paths))
     method = rng.choice(METHODS_DRAWN)
+    synchronous = METHODS[method].synchronous
     case = Case(
         plan=plan,
         cutting=Cutting(None, rng.choice([2, 2, 3, 4])) if rng.random() < 0.7 else Cutting(rng.randint(1, 2)),
         method=method,
         window=rng.choice([1, 1, 2]) if "window>1" in METHODS[method].allows else 1,
         split_backward=rng.random() < 0.2,
-        every_step=rng.random() < 0.3,
-        clip=rng.choice([None, None, 5.0]),
-        scale=rng.choice([LossScale(), LossScale(), LossScale(), LossScale(4.0, dynamic=True, growth_interval=2)]),
+        every_step=synchronous and rng.random() < 0.3,
+        clip=rng.choice([None, None, 5.0]) if synchronous else None,
+        scale=LossScale(4.0, dynamic=True, growth_interval=2) if synchronous and rng.random() < 0.25 else LossScale(),
         frozen=frozenset({0}) if rng.random() < 0.1 else frozenset(),
         poison={rng.randrange(3): frozenset({rng.choice(plan.nodes())})} if rng.random() < 0.15 else {},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,6 +43,16 @@ class Oracle:
                 passed.append((node, layer, x))
                 x = through(layer, self.weights[node, layer], x)
         return x, passed
+
+    def updates(self, drafts: Sequence[Draft]) -> Counter[tuple[str, int, int]]:
+        """How many micro-batches' updates an asynchronous method makes, by (node, step, layer)."""
+        wanted: Counter[tuple[str, int, int]] = Counter()
+        for draft in drafts:
+            for device, share in present(draft).items():
+                for node, start, stop in self.plan.route(device).stages:
+                    for layer in range(start, stop):
+                        wanted[node, draft.step, layer] += len(self.pieces(share.samples))
+        return wanted
 
     def evaluate(self, draft: Draft) -> dict[str, tuple[float, float]]:
         found = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -41,6 +42,7 @@ class Trial:
         self.faults = faults or draw_faults(rng)
         self.world = World(rng.getrandbits(64), self.faults)
         self.oracle = Oracle(self.case)
+        self.wanted: Counter[tuple[str, int, int]] = Counter()
         self._chunk_size = rng.choice([224, 512, 4096, 4096])
         self._settings = replace(rng.choice(SETTINGS))
         self._hasty = rng.random() < 0.2
@@ -73,7 +75,7 @@ class Trial:
             left = {part: held for part in MEMORY if (held := getattr(program.machine, part))}
             assert not left, f"{name} still holds {left}"
             engine = program.engine
-            assert not any((engine.undo, engine.live, engine.sums)), f"{name} has not finished"
+            assert not any((engine.undo, engine.live, engine.sums, engine.pending)), f"{name} has not finished"
         assert not self.driver.coordinator.busy
 
     def _quiet(self) -> bool:
@@ -109,7 +111,12 @@ class Trial:
 
     def _train(self, sheets: Sequence[Sequence[Draft]]) -> Script:
         done = yield Train(sheets)
-        self._compare([draft for drafts in sheets for draft in drafts], done)
+        drafts = [draft for sheet in sheets for draft in sheet]
+        if self.case.synchronous:
+            self._compare(drafts, done)
+        else:
+            assert [step.step for step in done] == [draft.step for draft in drafts]
+            self.wanted += self.oracle.updates(drafts)
 
     def _compare(self, drafts: Sequence[Draft], done: Sequence[StepDone]) -> None:
         """Every micro-batch counts once: replay the steps and compare what was said of each."""
@@ -129,10 +136,21 @@ class Trial:
         """Fetch what every node holds: weights, and the weight of the samples that made them."""
         nodes, oracle = self.case.plan.nodes(), self.oracle
         held = yield Ask("fetch", {node: ({}, {}) for node in nodes})
+        if not self.case.synchronous:
+            self._check_counts()
+            return
         values = {(node, int(name)): value for node in nodes for name, value in unwrap(held[node]).items()}
         weights = {(node, layer): w for node in nodes for layer, w in held[node].meta["weights"]}
         assert values == oracle.weights, "the weights are those of one process"
         assert {key: w for key, w in weights.items() if w} == {key: w for key, w in oracle.total.items() if w}
+
+    def _check_counts(self) -> None:
+        """Asynchronous: the weights depend on the order, but every update of every micro-batch is made once."""
+        found: Counter[tuple[str, int, int]] = Counter()
+        for name, program in self.nodes.items():
+            assert set(program.engine.counted.values()) <= {1}
+            found.update((name, step, layer) for _, _, step, layer in program.engine.counted)
+        assert found == self.wanted
 
     def _mix(self) -> Script:
         """Make the replicas of a layer one, everywhere."""
