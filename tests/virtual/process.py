@@ -51,6 +51,7 @@ class Process:
         self.endpoint = Endpoint(RUN, name, world.rng.getrandbits(63) + 1, settings=settings)
         self.will = self.endpoint.status("offline", WALL + world.now + client.skew)
         self.connected = self.started = False
+        self.connected_at = math.inf
         self.life = world.lives[name]
         self.delivered: dict[str, int] = {}
         self._sent: dict[str, int] = {}
@@ -81,7 +82,7 @@ class Process:
 
     def up(self) -> None:
         now = self.world.now
-        self.connected = True
+        self.connected, self.connected_at = True, now
         self._perform(self.endpoint.reconnected(now, WALL + now + self.client.skew))
         if not self.started:
             self.started = True
@@ -143,7 +144,15 @@ class Process:
     def _deliver(self, message: Message) -> None:
         if message.kind != "status":
             self._check_turn(message.sender, int(message.sent))
+        elif message.meta["state"] == "offline":
+            self._check_gone(message.sender, int(message.meta["boot"], 16))
         self._inbox.append(message)
+
+    def _check_gone(self, node: str, boot: int) -> None:
+        """When all is well, nobody who is there is said to have gone."""
+        now, other = self.world.now, self.world.processes[node]
+        there = other.connected and now - max(other.connected_at, self.world.faults.calm) > 5.0
+        assert not (there and boot == other.endpoint.boot), f"{self.name}: {node} is there, and said to be lost"
 
     def _check_turn(self, sender: str, number: int) -> None:
         """A message comes after the one before it; one of a new life of its sender begins at 1."""
