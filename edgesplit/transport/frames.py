@@ -35,6 +35,7 @@ _HEADER = struct.Struct("!2sBBB3x8sQQQQQIIIIHxxI")
 _CRC_AT = _HEADER.size - 4
 _BODY = struct.Struct("!BxHiiqqqdddII")
 _ENTRY = struct.Struct("!HBBB")
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 class Flag:
@@ -326,7 +327,7 @@ def _meta_to_json(message: Message, limits: Limits) -> bytes:
     if not 1 <= len(message.kind) <= 32 or not message.kind.isascii():
         raise FrameError(f"kind {message.kind!r} is not 1 to 32 ascii characters")
     try:
-        meta = json.dumps(dict(message.meta), separators=(",", ":"), ensure_ascii=False).encode()
+        meta = _JSON.encode(dict(message.meta)).encode() if message.meta else b"{}"
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"meta of {message.kind!r} message is not JSON: {error}") from None
     if len(meta) > limits.meta:
@@ -335,8 +336,11 @@ def _meta_to_json(message: Message, limits: Limits) -> bytes:
 
 
 def _meta_from_json(data: memoryview) -> Mapping[str, Any]:
+    text = bytes(data)
+    if text == b"{}":  # as in most messages of a step
+        return {}
     try:
-        meta = json.loads(bytes(data))
+        meta = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"meta is not JSON: {error}") from None
     if not isinstance(meta, dict):

@@ -122,6 +122,7 @@ class Reliable:
         self._told: dict[str, float] = {}
         self._sharers: set[str] = set()
         self._told_sharers = 1
+        self._window = self._share_of_inbox()
 
     # Events
 
@@ -191,6 +192,7 @@ class Reliable:
     def offline(self, peer: str) -> None:
         """``peer`` has gone: others get its share of the inbox until it sends again."""
         self._sharers.discard(peer)
+        self._window = self._share_of_inbox()
         self._told_sharers = max(min(self._told_sharers, len(self._sharers)), 1)
 
     def forget(self, peer: str) -> None:
@@ -203,8 +205,10 @@ class Reliable:
 
     def next_deadline(self) -> float:
         """When :meth:`tick` has something to do; infinity if nothing is waited for."""
-        outs = (min(self._outs[peer].due, self._greetings[peer].due) for peer in self._active)
-        return min(min(self._ack_due.values(), default=math.inf), min(outs, default=math.inf))
+        due = min(self._ack_due.values(), default=math.inf)
+        for peer in self._active:
+            due = min(due, self._outs[peer].due, self._greetings[peer].due)
+        return due
 
     def unacknowledged(self) -> dict[str, int]:
         """How many chunks each peer has not acknowledged; peers with none are left out."""
@@ -274,7 +278,7 @@ class Reliable:
                 flags, ack, gap = Flag.DATA | Flag.ACK, back.mark, back.gap
                 self._settle(peer, back)
             chunk = out.chunk(number, now)
-            window = self._window()
+            window = self._window
             yield Publish(
                 peer,
                 frames.seal(chunk, flags, self._run, self._node, self._boot, out.boot, number, ack, window, gap),
@@ -316,7 +320,7 @@ class Reliable:
             had_hole = stream.gap > 0
             for result in stream.take(frame):
                 yield Rejected(peer, result.reason) if isinstance(result, Spoiled) else Deliver(peer, result)
-            window_bytes, window_frames = self._window()
+            window_bytes, window_frames = self._window
             if had_hole or 4 * stream.fresh_bytes >= window_bytes or 4 * stream.fresh_frames >= window_frames:
                 yield self._ack(peer)
             else:
@@ -342,6 +346,7 @@ class Reliable:
     def _share(self, peer: str) -> Iterator[Effect]:
         """Count one more sender; when there are half as many again, tell all, or an idle one's burst is too much."""
         self._sharers.add(peer)
+        self._window = self._share_of_inbox()
         if 2 * len(self._sharers) >= 3 * self._told_sharers:
             self._told_sharers = len(self._sharers)
             yield from [self._ack(other) for other in self._ins if other != peer]
@@ -357,12 +362,11 @@ class Reliable:
 
     def _control(self, peer: str, flags: int, to_boot: int, *, seq: int = 0, ack: int = 0, gap: int = 0) -> Publish:
         chunk = frames.empty_chunk(self._node)
-        window = self._window()
         return Publish(
-            peer, frames.seal(chunk, flags, self._run, self._node, self._boot, to_boot, seq, ack, window, gap)
+            peer, frames.seal(chunk, flags, self._run, self._node, self._boot, to_boot, seq, ack, self._window, gap)
         )
 
-    def _window(self) -> tuple[int, int]:
+    def _share_of_inbox(self) -> tuple[int, int]:
         """This node's inbox divided among its senders."""
         settings, sharers = self._settings, max(len(self._sharers), 1)
         return (
