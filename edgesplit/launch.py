@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -33,6 +34,7 @@ from edgesplit.session import Session
 from edgesplit.sheets import Agenda, Cutting, number
 from edgesplit.task import COORDINATOR
 from edgesplit.topology import Topology
+from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.mqtt import MqttTransport
 
@@ -54,7 +56,6 @@ class Launch:
     overrides: Sequence[str] = ()
     name: str | None = None
     out: Path | None = None
-    broker: str | None = None
     resume: bool = False
     deterministic: bool = False
     style: str = "auto"
@@ -64,8 +65,7 @@ class Launch:
 
 def prepare(launch: Launch) -> tuple[Experiment, Any, Any, Plan]:
     """Read, import, prove and plan; nothing is started. Returns experiment, loaded Task, model and plan."""
-    overrides = [*launch.overrides, *([f"broker={launch.broker}"] if launch.broker else [])]
-    experiment = Experiment.load(launch.experiment, overrides)
+    experiment = Experiment.load(launch.experiment, launch.overrides)
     topology = Topology.load(experiment.topology_path)
     loaded = load_task(experiment.task, experiment.task_args, experiment.base)
     model = build_model(loaded.task, experiment, source=loaded.source)
@@ -87,11 +87,9 @@ def run(launch: Launch) -> dict[str, Any]:
     reference = {"reference": loaded.reference, "args": dict(loaded.args)}
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
-        broker = experiment.broker
-        if broker == "embedded":
-            broker = stack.enter_context(EmbeddedBroker()).url
-        transport = stack.enter_context(MqttTransport(broker, run=folder.name, node=COORDINATOR, give_up=GIVE_UP_S))
-        fleet = _fleet(experiment, broker, folder, loaded.reference, plan, launch)
+        access = _access(experiment, stack)
+        transport = stack.enter_context(MqttTransport(access, run=folder.name, node=COORDINATOR, give_up=GIVE_UP_S))
+        fleet = _fleet(experiment, access, folder, loaded.reference, plan, launch)
         stack.callback(fleet.stop, 5.0)
         session = stack.enter_context(
             Session(
@@ -118,18 +116,32 @@ def run(launch: Launch) -> dict[str, Any]:
         return _write(folder, session, experiment, plan, predicted, seconds)
 
 
+def _access(experiment: Experiment, stack: ExitStack) -> Access:
+    """How the broker is reached; the embedded one is started."""
+    options = experiment.broker
+    if options.url != "embedded":
+        return options.access(options.url, experiment.base)
+    broker = stack.enter_context(EmbeddedBroker())
+    return options.access(broker.url_v3 if options.mqtt == "3.1.1" else broker.url)
+
+
 def _fleet(
-    experiment: Experiment, broker: str, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
+    experiment: Experiment, access: Access, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
 ) -> Fleet:
     """Local processes over the embedded broker; over another broker only where ``local`` says so."""
-    if experiment.broker != "embedded" and experiment.local.processes is None:
+    if experiment.broker.url != "embedded" and experiment.local.processes is None:
+        own = " and of each node's own certificate" if access.file("cert") else ""
         launch.say(
-            f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of the same task file there)"
+            f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of the same task file{own} "
+            "there)"
         )
+        options = shlex.join(access.options())
         for node in plan.nodes():
-            launch.say(f"  edgesplit node {node} --broker {broker} --run {folder.name} --task {reference}")
+            launch.say(
+                f"  edgesplit node {node} --broker {access.url} {options} --run {folder.name} --task {reference}"
+            )
         return Elsewhere()
-    command = node_command(broker, folder.name, reference)
+    command = node_command(access, folder.name, reference)
     command += ["--threads", str(experiment.threads or 1)]
     if launch.deterministic:
         command.append("--deterministic")

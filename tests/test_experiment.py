@@ -100,9 +100,9 @@ def test_loss_scale(tmp_path: Path, value: str, scale: float | str) -> None:
     assert load(tmp_path, LEAST + f"loss_scale: {value}").loss_scale == scale
 
 
-@pytest.mark.parametrize("url", ["embedded", "mqtt://localhost", "mqtts://user@host.example:8883"])
+@pytest.mark.parametrize("url", ["embedded", "mqtt://localhost", "mqtts://user@host.example:8883", "wss://host/mq"])
 def test_brokers(tmp_path: Path, url: str) -> None:
-    assert load(tmp_path, LEAST, f"broker={url}").broker == url
+    assert load(tmp_path, LEAST, f"broker={url}").broker.url == url
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -238,10 +238,16 @@ WRONG = [
     ),
     (
         "broker: embeded",
-        "broker is 'embeded', must be embedded or mqtt[s]://[user@]host[:port] (did you mean 'embedded'?)",
+        "broker is 'embeded', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port] (did you mean 'embedded'?)",
     ),
-    ("broker: http://u:secret@h", "broker is 'http://u:...@h', must be embedded or mqtt[s]://[user@]host[:port]"),
-    ("broker: mqtt://h:99999", "broker is 'mqtt://h:99999', must be embedded or mqtt[s]://[user@]host[:port]"),
+    (
+        "broker: http://u:secret@h",
+        "broker is 'http://u:...@h', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port]",
+    ),
+    (
+        "broker: mqtt://h:99999",
+        "broker is 'mqtt://h:99999', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port]",
+    ),
     (
         "broker: mqtt://u:secret@h",
         "broker: holds a password: put it into a file and name that in EDGESPLIT_PASSWORD_FILE",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from edgesplit.cli.access import URL, Ca, Cert, CertKey, ClientId, Mqtt, TopicPrefix, access
 from edgesplit.cli.output import mark_started, say
 
 
@@ -15,13 +16,19 @@ def register(app: typer.Typer) -> None:
     @app.command("node")
     def node_command(
         names: Annotated[list[str], typer.Argument(help="The node; several share this process.")],
-        broker: Annotated[str, typer.Option(help="mqtt://[user@]host[:port]")],
+        broker: Annotated[str, typer.Option(metavar="URL", help=URL)],
         run: Annotated[str | None, typer.Option(help="The run; default: the one that waits for this node.")] = None,
         task: Annotated[str | None, typer.Option(help="FILE.py:NAME or MODULE:NAME on this machine.")] = None,
         threads: Annotated[int, typer.Option(help="Compute threads.", min=1)] = 1,
         deterministic: Annotated[
             bool, typer.Option("--deterministic", help="Torch's deterministic algorithms.")
         ] = False,
+        ca: Ca = None,
+        cert: Cert = None,
+        cert_key: CertKey = None,
+        topic_prefix: TopicPrefix = None,
+        client_id: ClientId = None,
+        mqtt: Mqtt = None,
         local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
     ) -> None:
         """Join a run and do a node's part until it ends."""
@@ -29,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
         run_nodes(
             names,
-            broker=broker,
+            broker=access(broker, ca, cert, cert_key, topic_prefix, client_id, mqtt),
             run=run,
             task=task,
             local=local,

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
-from edgesplit.transport.address import Address, parse_url, password, unreachable
+from edgesplit.transport.access import VERSIONS, Access
+from edgesplit.transport.address import unreachable
 from edgesplit.transport.base import Inbox, Message
+from edgesplit.transport.client import OLD_BROKER, Client, refusal
 from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
 from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
 from edgesplit.transport.presence import FRESH, Status
@@ -44,9 +43,6 @@ KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
 """How often a broker that hangs up before it has answered is called, and the pause in between."""
 
-VERSIONS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
-_REFUSED = {"Bad user name or password", "Not authorized", "Banned", "Bad authentication method"}
-_OLD_BROKER = "Unsupported protocol version"
 _TAKEN_OVER = "Session taken over"
 
 
@@ -74,11 +70,9 @@ class MqttTransport:
     """One node's connection to the broker of a run.
 
     Args:
-        url: ``mqtt://user@host:port``; the password comes from EDGESPLIT_PASSWORD_FILE or EDGESPLIT_PASSWORD.
+        broker: its url, or the url and how to get in.
         run, node: names, 1 to 64 of ``A-Z a-z 0-9 . _ -``.
-        prefix: first part of the topics.
         connect_timeout: seconds to wait for each answer of the broker.
-        mqtt_version: ``"5"`` or ``"3.1.1"``; None: 5 where the broker speaks it.
         qos: of the frames; they are acknowledged end to end whatever it is.
         max_packet: bytes of a packet that the broker takes, where it takes less than it says.
         heartbeat: seconds between refreshes of the status.
@@ -93,13 +87,11 @@ class MqttTransport:
 
     def __init__(
         self,
-        url: str,
+        broker: str | Access,
         *,
         run: str,
         node: str,
-        prefix: str = "edgesplit",
         connect_timeout: float = 10.0,
-        mqtt_version: str | None = None,
         qos: int = 0,
         max_packet: int | None = None,
         heartbeat: float = 2.0,
@@ -110,14 +102,15 @@ class MqttTransport:
         settings: Settings | None = None,
         limits: Limits = LIMITS,
     ) -> None:
-        for what, name in (("run", run), ("node", node), *(("prefix", part) for part in prefix.split("/"))):
+        for what, name in (("run", run), ("node", node)):
             if not frames.valid_name(name):
                 raise TransportError(f"{what} name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
-        if mqtt_version not in (None, *VERSIONS) or qos not in (0, 1, 2):
-            raise TransportError(f"mqtt version {mqtt_version!r} and qos {qos}: must be 5 or 3.1.1, and 0, 1 or 2")
+        if qos not in (0, 1, 2):
+            raise TransportError(f"qos {qos} must be 0, 1 or 2")
         self.node, self.run = node, run
-        self._address = parse_url(url)
-        self._base, self._qos = f"{prefix}/{run}", qos
+        self._access = broker if isinstance(broker, Access) else Access(broker)
+        self._address = self._access.address
+        self._qos = qos
         self._timeout, self._heartbeat, self._give_up = connect_timeout, heartbeat, give_up
         self._boot = secrets.randbits(63) + 1
         self._sending = threading.Lock()
@@ -143,7 +136,7 @@ class MqttTransport:
         self._answers = _Answers()
         self._probed = 0  # size of the longest chunk that came back
         self._name = _Name()
-        self.version, self._client = self._connect([mqtt_version] if mqtt_version else list(VERSIONS))
+        self.version, self._client = self._connect([self._access.mqtt] if self._access.mqtt else list(VERSIONS))
         try:
             self._subscribe_first()
             self.chunk_size = self._fitting_chunk(max_packet)
@@ -266,7 +259,7 @@ class MqttTransport:
 
     # Starting
 
-    def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
+    def _connect(self, versions: list[str]) -> tuple[str, Client]:
         """Connect in the first of the versions that the broker answers in; one that hangs up is asked again."""
         silent = False
         for attempt in range(CALLS):
@@ -283,40 +276,33 @@ class MqttTransport:
             "is it a broker's port, and the right one for this url?"
         )
 
-    def _call(self, versions: list[str]) -> tuple[str, paho.Client] | None:
+    def _call(self, versions: list[str]) -> tuple[str, Client] | None:
         for version in versions:
             client = self._new_client(version)
             self._pump = Pump(client, direct=not (self._address.tls or self._address.websockets))
             answers = self._answers = _Answers()
             try:
                 client.connect(self._address.host, self._address.port, KEEPALIVE)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, TransportError) as error:
                 self._drop(client)
                 self._pump.close()
-                raise unreachable(self._address, error) from None
+                raise (error if isinstance(error, TransportError) else unreachable(self._address, error)) from None
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and not answers.connack.is_failure:
                 return version, client
             self._drop(client)
             self._pump.close()
-            reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
-            if reason != _OLD_BROKER:
+            if answers.connack is None and (trouble := client.trouble(ask=version == versions[-1])) is not None:
+                raise trouble
+            reason = answers.connack.getName() if answers.connack is not None else OLD_BROKER
+            if reason != OLD_BROKER:
                 raise refusal(self._address, reason)
         return None
 
-    def _new_client(self, version: str) -> paho.Client:
-        five = version == "5"
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=f"{self._base.replace('/', '-')}-{self.node}-{self._boot:x}",
-            clean_session=None if five else True,
-            protocol=VERSIONS[version],
-            transport="websockets" if self._address.websockets else "tcp",
-            reconnect_on_failure=False,
-        )
-        client.connect_timeout = self._timeout
+    def _new_client(self, version: str) -> Client:
+        name = self._access.id_of(self.run, self.node, self._boot)
+        client = Client(self._access, name, mqtt=version, timeout=self._timeout)
         client.max_inflight_messages_set(1000)
-        identify(client, self._address)
         client.will_set(
             self._topic(self.node, "status"), self._endpoint.status("offline", time.time()), qos=1, retain=True
         )
@@ -325,7 +311,6 @@ class MqttTransport:
         client.on_subscribe = self._on_subscribe
         client.on_unsubscribe = self._on_unsubscribe
         client.on_message = self._on_message
-        client.on_socket_open = _no_delay
         # Without this paho would write to the socket by itself: see Pump.
         client.on_socket_register_write = _nothing
         return client
@@ -434,7 +419,7 @@ class MqttTransport:
             try:
                 with self._pump.writing:
                     self._client.reconnect()
-            except (OSError, ValueError):
+            except (OSError, ValueError, TransportError):
                 continue
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and answers.connack.is_failure:
@@ -459,7 +444,7 @@ class MqttTransport:
         return [(self._topic(self.node), self._qos), *((self._topic(name, "status"), 0) for name in watched)]
 
     def _topic(self, node: str, what: str = "in") -> str:
-        return f"{self._base}/{node}/{what}"
+        return self._access.topic(self.run, node, what)
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         """Act on what the endpoint says; with the lock held, so that packets keep their order."""
@@ -496,10 +481,10 @@ class MqttTransport:
     def _on_unsubscribe(self, _c: paho.Client, _u: Any, _m: int, _codes: list[ReasonCode], _p: Any) -> None:
         self._answers.unsubscribed = True
 
-    def _on_message(self, client: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
+    def _on_message(self, _c: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
         """Nothing that the network brings may end the thread."""
         try:
-            _quick_ack(client)
+            self._client.quick_ack()
             if message.topic == self._topic(self.node):
                 self._frame(message.payload)
             else:
@@ -552,38 +537,7 @@ class MqttTransport:
                     break
         client.on_connect = client.on_disconnect = client.on_subscribe = None
         client.on_unsubscribe = client.on_message = None
-        client.on_socket_open = client.on_socket_register_write = None
-
-
-def identify(client: paho.Client, address: Address) -> None:
-    """Give a client the user, password, TLS and websocket path of an address."""
-    secret = password()
-    if address.user is not None:
-        client.username_pw_set(address.user, secret)
-    if address.tls:
-        client.tls_set_context(ssl.create_default_context())
-    if address.websockets:
-        client.ws_set_options(path=address.path)
-
-
-def refusal(address: Address, reason: str) -> TransportError:
-    """Return the error for a broker that does not let a client in."""
-    who = f"user {address.user!r}" if address.user else "a node without a user name"
-    hint = ": look at the user in the url and at EDGESPLIT_PASSWORD_FILE" if reason in _REFUSED else ""
-    return TransportError(f"the broker at {address} refuses {who} ({reason}){hint}")
-
-
-def _no_delay(_client: paho.Client, _userdata: Any, sock: Any) -> None:
-    """Small frames must not wait for a full packet."""
-    if isinstance(sock, socket.socket) and sock.family != getattr(socket, "AF_UNIX", None):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _quick_ack(client: paho.Client) -> None:
-    """A broker with Nagle on waits for TCP's acknowledgement, and Linux delays that unless told so each time."""
-    sock = client.socket()
-    if isinstance(sock, socket.socket) and hasattr(socket, "TCP_QUICKACK"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        client.on_socket_register_write = None
 
 
 def _nothing(_client: paho.Client, _userdata: Any, _sock: Any) -> None:
