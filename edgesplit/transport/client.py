@@ -48,7 +48,7 @@ class Client(paho.Client):
             self.username_pw_set(self._address.user, password())
 
     def trouble(self, *, ask: bool = False) -> TransportError | None:
-        """Return why the broker ended the connection, where TLS told; ``ask``: call again for it, for up to a second."""
+        """Return why the broker ended the connection, where TLS told; ``ask``: call again for it, up to a second."""
         found = self.raw.trouble if isinstance(self.raw, tls.Watched) else None
         if found is None and ask and self._tls is not None:
             found = tls.alert(self._address, self._tls)
