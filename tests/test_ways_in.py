@@ -7,6 +7,7 @@ import hashlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgesplit.errors import TransportError
+from edgesplit.errors import TransportError, TransportTimeout
 from edgesplit.transport.access import Access
 from edgesplit.transport.address import parse_url
+from edgesplit.transport.lives import Lives
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.transport.websocket import BINARY, CLOSE, PING, PONG, WebSocket, WebSocketError
@@ -196,6 +198,74 @@ def test_options_of_a_node_say_it_again() -> None:
         "--ca", "ca.pem", "--cert", "me.pem", "--cert-key", "me.key", "--topic-prefix", "a/b", "--mqtt", "5",
     ]  # fmt: skip
     assert Access("mqtt://host").options() == []
+
+
+def two_of_one_id(broker: Mosquitto, mqtt: str) -> tuple[MqttTransport, MqttTransport, list[str]]:
+    """Two runs' nodes with one client id, after their fight; and what the losers say."""
+    access = Access(broker.url, client_id="{node}", mqtt=mqtt)
+    first = MqttTransport(access, run="one", node="pi", heartbeat=0.2)
+    second = MqttTransport(access, run="two", node="pi", heartbeat=0.2)
+    said: list[str] = []
+    deadline = time.monotonic() + 15
+    while not said and time.monotonic() < deadline:
+        for transport in (first, second):
+            try:
+                transport.mailbox("pi").get(0.1)
+            except TransportTimeout:
+                continue
+            except TransportError as error:
+                said.append(str(error))
+    return first, second, said
+
+
+@pytest.mark.parametrize("mqtt", ["5", "3.1.1"])
+def test_of_two_clients_with_one_id_one_stops(mosquitto: Mosquitto, mqtt: str) -> None:
+    first, second, said = two_of_one_id(mosquitto, mqtt)
+    try:
+        (line,) = said
+        # Under MQTT 5 a broker may name the reason; mosquitto 2.0.11 closes the connection without it.
+        if line != "another client has taken the place of 'pi' at the broker":
+            assert line.startswith(f"the broker at {mosquitto.address} lets client 'pi' in and closes the connection")
+            assert "is another client using this id? put {boot} into the pattern" in line
+        wait_until(lambda: first.connected + second.connected == 1)
+        time.sleep(1.0)
+        assert first.connected + second.connected == 1  # the other is left in peace
+    finally:
+        first.close()
+        second.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_restart_under_the_same_id_takes_the_dead_ones_place(mosquitto: Mosquitto) -> None:
+    access = Access(mosquitto.url, client_id="{prefix}-{node}", prefix="site/a")
+    for _ in range(2):
+        with MqttTransport(access, run="restart", node="pi", heartbeat=0.2) as pi:
+            pi._client.raw.shutdown(2)  # gone without a word
+            wait_until(lambda pi=pi: pi.connected)
+
+
+def test_short_lives() -> None:
+    ours, foreign = Lives(30.0, shared=False), Lives(30.0, shared=True)
+    pauses = []
+    for number in range(8):
+        for lives in (ours, foreign):
+            lives.began(float(number))
+            lives.ended(number + 0.5)
+        pauses.append(foreign.pause)
+        assert foreign.hopeless(number + 0.5) == (number >= 4)
+        assert not ours.hopeless(number + 0.5)
+    assert pauses == [0.05] * 5 + [0.1, 0.2, 0.4]
+    assert ours.hopeless(30.0)
+    ours.began(30.0)
+    ours.ended(33.0)  # that was no short one
+    assert not ours.hopeless(100.0)
+    assert ours.pause == 0.05
 
 
 # --- a WebSocket ---

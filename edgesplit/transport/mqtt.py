@@ -26,6 +26,7 @@ from edgesplit.transport.base import Inbox, Message
 from edgesplit.transport.client import OLD_BROKER, Client, refusal
 from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
 from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
+from edgesplit.transport.lives import MOST_PAUSE_S, Lives
 from edgesplit.transport.presence import FRESH, Status
 from edgesplit.transport.pump import Pump
 from edgesplit.transport.reliable import Publish, Settings
@@ -136,15 +137,18 @@ class MqttTransport:
         self._answers = _Answers()
         self._probed = 0  # size of the longest chunk that came back
         self._name = _Name()
+        self._lives = Lives(give_up, shared=self._access.shares_ids)
         self.version, self._client = self._connect([self._access.mqtt] if self._access.mqtt else list(VERSIONS))
         try:
             self._subscribe_first()
             self.chunk_size = self._fitting_chunk(max_packet)
             self._probe_own_topic()
             self._claim_name()
-        except BaseException:
+        except BaseException as error:
             self._drop(self._client)
             self._pump.close()
+            if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
+                raise self._thrown_out() from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -370,6 +374,7 @@ class MqttTransport:
                 "an access rule of the broker swallows it"
             )
         self._connected = self._open = True
+        self._lives.began(time.monotonic())
 
     def _loop_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
@@ -410,11 +415,15 @@ class MqttTransport:
         if self._answers.lost == _TAKEN_OVER:
             self._inbox.fail(TransportError(f"another client has taken the place of {self.node!r} at the broker"))
             self._closing.wait()  # coming back would throw out the other, which would come back too
-        since, pause = time.monotonic(), 0.05
+        self._lives.ended(time.monotonic())
+        since, pause = time.monotonic(), self._lives.pause
         while not self._connected and not self._closing.wait(pause):
             if time.monotonic() - since > self._give_up and not self._inbox.failed:
                 self._inbox.fail(TransportError(f"no broker at {self._address} for {self._give_up:g} s"))
-            pause = min(2 * pause, 1.0)
+            if self._lives.hopeless(time.monotonic()):
+                self._inbox.fail(self._thrown_out())
+                self._closing.wait()
+            pause = min(2 * pause, MOST_PAUSE_S)
             answers = self._answers = _Answers()
             try:
                 with self._pump.writing:
@@ -425,9 +434,21 @@ class MqttTransport:
             if answers.connack is not None and answers.connack.is_failure:
                 self._inbox.fail(refusal(self._address, answers.connack.getName()))
             elif answers.connack is not None:
+                self._lives.began(time.monotonic())
                 self._subscribe()
                 if self._loop_until(lambda: self._answers.granted is not None):
                     self._resume(time.monotonic())
+                else:
+                    self._lives.ended(time.monotonic())
+
+    def _thrown_out(self) -> TransportError:
+        name = self._access.id_of(self.run, self.node, self._boot)
+        hint = "is another client using this id? put {boot} into the pattern of client ids, or stop the other"
+        if not self._access.shares_ids:
+            hint = "look at the broker's log: an access rule or a limit may do that"
+        return TransportError(
+            f"the broker at {self._address} lets client {name!r} in and closes the connection at once: {hint}"
+        )
 
     def _resume(self, now: float) -> None:
         with self._lock:
