@@ -74,6 +74,7 @@ def make_conductor(
     transport: Transport,
     recorder: Recorder,
     watch: Callable[[], None],
+    say: Callable[[str], None],
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -91,7 +92,7 @@ def make_conductor(
         max_skipped=experiment.max_skipped,
         step_timeout=experiment.timeouts.step_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch)
+    return Conductor(coordinator, transport, recorder, watch=watch, say=say)
 
 
 def make_training(

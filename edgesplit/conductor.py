@@ -37,6 +37,7 @@ class Conductor:
         recorder: gets the nodes' events.
         watch: called every :data:`TURN_S`; raises where a local process has died without a word.
         clock: a monotonic clock in seconds.
+        say: told, in a line, of nodes that are there and cannot take part.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class Conductor:
         *,
         watch: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
-        self._watch, self._clock = watch, clock
+        self._watch, self._clock, self._say = watch, clock, say
         self._inbox = transport.mailbox(COORDINATOR)
         self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
+        self._refused: dict[str, str] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
 
     def join(self, nodes: Sequence[str], timeout: float) -> None:
@@ -67,7 +70,7 @@ class Conductor:
         while missing := [node for node in nodes if node not in self.hellos]:
             left = deadline - self._clock()
             if left <= 0:
-                names = ", ".join(map(repr, missing))
+                names = ", ".join(self._named(node) for node in missing)
                 raise TransportTimeout(
                     f"no word from {names} within {timeout:g} s: start 'edgesplit node NAME --broker URL' there, "
                     "or look at its log"
@@ -81,15 +84,19 @@ class Conductor:
             self._watch()
             self._refuse_mute(missing)
 
+    def _named(self, node: str) -> str:
+        return f"{node!r} ({self._refused[node]})" if node in self._refused else repr(node)
+
     def _refuse_mute(self, missing: Sequence[str]) -> None:
         """Raise where a node is online, but what it says does not arrive."""
         now = self._clock()
         mute = [node for node in missing if now - self._online.get(node, now) > MUTE_S]
         if mute:
-            raise TransportTimeout(
-                f"{', '.join(map(repr, mute))}: online, but nothing that it sends arrives: "
+            why = self._refused.get(mute[0]) or (
+                "online, but nothing that it sends arrives: "
                 "does the broker let nodes publish to the coordinator's topic, and the coordinator read it?"
             )
+            raise TransportTimeout(f"{', '.join(map(repr, mute))}: {why}")
 
     def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
         """Ask nodes for something and return their answers."""
@@ -149,6 +156,10 @@ class Conductor:
     def _take(self, message: Message) -> Sequence[Effect]:
         if message.kind == "hello":
             self._greet(message)
+            return []
+        if message.kind == "refused":
+            self._refused[message.sender] = str(message.meta.get("reason"))
+            self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())

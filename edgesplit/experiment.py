@@ -300,6 +300,13 @@ class BrokerOptions(Section):
         )
 
 
+class SecurityOptions(Section):
+    """Who is believed."""
+
+    key: Literal["required", "optional"] | None = None
+    """who must sign with the run's key: all (`required`; default if the run starts them), or who did (`optional`)"""
+
+
 class TimeoutOptions(Section):
     """How long is waited."""
 
@@ -360,6 +367,8 @@ class Experiment(Section):
     """a whole fleet on one machine"""
     broker: BrokerOptions = Field(default_factory=BrokerOptions)
     """the broker: `embedded`, a url, or a mapping of what is needed to get in"""
+    security: SecurityOptions = Field(default_factory=SecurityOptions)
+    """who is believed"""
     emulate: bool = False
     """whether links and nodes are as slow as the topology says; an error where this machine is too slow for it"""
     seed: CountFrom0 = 0

@@ -169,9 +169,11 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def node_command(broker: str | Access, run: str, task: str | None = None) -> list[str]:
+def node_command(broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None) -> list[str]:
     """Return the command line of node processes of this machine; node names follow. No secret is in it."""
     access = broker if isinstance(broker, Access) else Access(broker)
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", access.url, "--run", run, "--local"]
     command += access.options()
+    if key_file is not None:
+        command += ["--key-file", str(key_file)]
     return [*command, "--task", task] if task else command

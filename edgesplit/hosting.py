@@ -18,6 +18,7 @@ from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
 from edgesplit.transport.access import Access
+from edgesplit.transport.key import Key
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
@@ -95,6 +96,7 @@ def run_nodes(
     broker: str | Access,
     run: str | None = None,
     task: str | None = None,
+    key_file: str | None = None,
     local: bool = False,
     threads: int = 1,
     deterministic: bool = False,
@@ -106,6 +108,7 @@ def run_nodes(
     Args:
         names: the nodes.
         broker: its url, or the url and how to get in.
+        key_file: of the run's key; None: this node signs nothing and believes all.
         run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
@@ -121,13 +124,14 @@ def run_nodes(
     if run is None:
         say(f"waiting for a run at {access.url}")
         run = find_run(access, names[0])
+    key = Key.read(key_file) if key_file is not None else None
     _prepare_torch(threads, deterministic)
     kit = kit_source(task)
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(access, run=run, node=name) as transport:
+            with MqttTransport(access, run=run, node=name, key=key) as transport:
                 say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(name, transport, kit, facts={"pid": os.getpid()}, on_step=on_step).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread

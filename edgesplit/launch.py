@@ -36,6 +36,7 @@ from edgesplit.task import COORDINATOR
 from edgesplit.topology import Topology
 from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
+from edgesplit.transport.key import Key
 from edgesplit.transport.mqtt import MqttTransport
 
 PREDICTED_STEPS = 3
@@ -88,7 +89,16 @@ def run(launch: Launch) -> dict[str, Any]:
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
         access = _access(experiment, stack)
-        transport = stack.enter_context(MqttTransport(access, run=folder.name, node=COORDINATOR, give_up=GIVE_UP_S))
+        transport = stack.enter_context(
+            MqttTransport(
+                access,
+                run=folder.name,
+                node=COORDINATOR,
+                give_up=GIVE_UP_S,
+                key=Key.read(folder.key_file),
+                key_required=_key_required(experiment),
+            )
+        )
         fleet = _fleet(experiment, access, folder, loaded.reference, plan, launch)
         stack.callback(fleet.stop, 5.0)
         session = stack.enter_context(
@@ -104,6 +114,7 @@ def run(launch: Launch) -> dict[str, Any]:
                 recorder=recorder,
                 callbacks=[Progress(experiment.rounds, style=launch.style)],
                 on_step=launch.on_step,
+                say=launch.say,
             )
         )
         launch.say(f"all {len(plan.nodes())} nodes have joined")
@@ -125,29 +136,53 @@ def _access(experiment: Experiment, stack: ExitStack) -> Access:
     return options.access(broker.url_v3 if options.mqtt == "3.1.1" else broker.url)
 
 
+def _elsewhere(experiment: Experiment) -> bool:
+    """Whether somebody else starts the nodes."""
+    return experiment.broker.url != "embedded" and experiment.local.processes is None
+
+
+def _key_required(experiment: Experiment) -> bool:
+    wanted = experiment.security.key
+    return wanted == "required" if wanted is not None else not _elsewhere(experiment)
+
+
 def _fleet(
     experiment: Experiment, access: Access, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
 ) -> Fleet:
     """Local processes over the embedded broker; over another broker only where ``local`` says so."""
-    if experiment.broker.url != "embedded" and experiment.local.processes is None:
-        own = " and of each node's own certificate" if access.file("cert") else ""
-        launch.say(
-            f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of the same task file{own} "
-            "there)"
-        )
-        options = shlex.join(access.options())
-        for node in plan.nodes():
-            launch.say(
-                f"  edgesplit node {node} --broker {access.url} {options} --run {folder.name} --task {reference}"
-            )
+    if _elsewhere(experiment):
+        _invite(experiment, access, folder, reference, plan, launch.say)
         return Elsewhere()
-    command = node_command(access, folder.name, reference)
+    command = node_command(access, folder.name, reference, folder.key_file)
     command += ["--threads", str(experiment.threads or 1)]
     if launch.deterministic:
         command.append("--deterministic")
     count = experiment.local.processes or min(len(plan.nodes()), 16)
     env = {"OMP_NUM_THREADS": str(experiment.threads or 1), **KEEP_MEMORY}
     return Processes(command, folder.path / "logs", count=count, env=env)
+
+
+def _invite(
+    experiment: Experiment,
+    access: Access,
+    folder: RunDirectory,
+    reference: str,
+    plan: Plan,
+    say: Callable[[str], None],
+) -> None:
+    """Say how each node is to be started."""
+    options = ["--broker", access.url, *access.options(), "--run", folder.name, "--task", reference]
+    files = "the same task file"
+    if access.file("cert"):
+        files += ", of its own certificate"
+    if _key_required(experiment):
+        options += ["--key-file", str(folder.key_file)]
+        files += " and of this key"
+    else:
+        say(f"nodes may join without --key-file {folder.key_file}: what they send is not proven to be theirs")
+    say(f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of {files} there)")
+    for node in plan.nodes():
+        say(f"  edgesplit node {node} {shlex.join(options)}")
 
 
 def _resume(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:

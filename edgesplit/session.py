@@ -63,6 +63,7 @@ class Session:
         callbacks: see :class:`Callback`.
         on_step: called with each step that ends, by whatever drives it.
         strategy: a Flower strategy object in place of the experiment's.
+        say: told, in a line, what people should know while the fleet comes up.
 
     Raises:
         EdgesplitError: the combination cannot be run, or the fleet does not come up.
@@ -83,6 +84,7 @@ class Session:
         callbacks: Iterable[Callback] = (),
         on_step: Callable[[StepDone], None] = lambda done: None,
         strategy: Any = None,
+        say: Callable[[str], None] = lambda text: None,
         **keywords: Any,
     ) -> None:
         if experiment is not None and keywords:
@@ -111,6 +113,7 @@ class Session:
             transport=self._transport,
             recorder=self.recorder,
             watch=self._fleet.watch,
+            say=say,
         )
         self.training = make_training(
             self._conductor,

@@ -24,7 +24,7 @@ LAYERS = [
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets",
         "transport.base", "transport.frames", "transport.address", "transport.access",
-        "segments.base", "segments.random",
+        "transport.key", "segments.base", "segments.random",
     },
     {
         "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data", "emulation",

@@ -23,6 +23,15 @@ def register(app: typer.Typer) -> None:
         deterministic: Annotated[
             bool, typer.Option("--deterministic", help="Torch's deterministic algorithms.")
         ] = False,
+        key_file: Annotated[
+            str | None,
+            typer.Option(
+                metavar="FILE",
+                envvar="EDGESPLIT_KEY_FILE",
+                show_envvar=False,
+                help="The run's key, a copy of RUN_DIR/key: sign, and believe nobody else (or EDGESPLIT_KEY_FILE).",
+            ),
+        ] = None,
         ca: Ca = None,
         cert: Cert = None,
         cert_key: CertKey = None,
@@ -39,6 +48,7 @@ def register(app: typer.Typer) -> None:
             broker=access(broker, ca, cert, cert_key, topic_prefix, client_id, mqtt),
             run=run,
             task=task,
+            key_file=key_file,
             local=local,
             threads=threads,
             deterministic=deterministic,

@@ -26,6 +26,7 @@ from edgesplit.transport.base import Inbox, Message
 from edgesplit.transport.client import OLD_BROKER, Client, refusal
 from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
 from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
+from edgesplit.transport.key import Key
 from edgesplit.transport.lives import MOST_PAUSE_S, Lives
 from edgesplit.transport.presence import FRESH, Status
 from edgesplit.transport.pump import Pump
@@ -79,6 +80,8 @@ class MqttTransport:
         heartbeat: seconds between refreshes of the status.
         grace, silence: see :class:`Presence`.
         give_up: seconds without a connection after which the inbox fails.
+        key: the run's: frames are signed with it.
+        key_required: believe nothing that is not signed with it; otherwise nothing of those that have signed before.
         watch: nodes whose status becomes inbox messages; None: all of the run.
 
     Raises:
@@ -102,6 +105,8 @@ class MqttTransport:
         watch: Sequence[str] | None = None,
         settings: Settings | None = None,
         limits: Limits = LIMITS,
+        key: Key | None = None,
+        key_required: bool = True,
     ) -> None:
         for what, name in (("run", run), ("node", node)):
             if not frames.valid_name(name):
@@ -126,6 +131,8 @@ class MqttTransport:
             silence=silence,
             settings=settings,
             limits=limits,
+            key=key,
+            key_required=key_required,
         )
         self._inbox = Inbox(node)
         self._reached: set[str] = set()
@@ -338,7 +345,7 @@ class MqttTransport:
     def _probe_own_topic(self) -> None:
         """Send chunks to oneself, the longest first: a broker may swallow one without a word."""
         head, sizes = frames.header_size(self.node), [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
-        for size in sizes:
+        for size in sizes:  # without a MAC: who else would believe it
             (chunk,) = frames.split([bytes(size - head)], size, self.node)
             data = frames.seal(chunk, Flag.PROBE, self._endpoint.run_hash, self.node, self._boot, self._boot)
             self._client.publish(self._topic(self.node), data, qos=self._qos)
@@ -520,7 +527,7 @@ class MqttTransport:
         frame = self._endpoint.parse(payload)
         if frame.sender == self.node:
             if frame.flags & Flag.PROBE and frame.boot == self._boot and not self._probed:
-                self._probed = len(frame.payload) + frames.header_size(self.node)
+                self._probed = len(payload)
             return
         if not self._open:
             return
