@@ -158,8 +158,9 @@ class Conductor:
             self._greet(message)
             return []
         if message.kind == "refused":
-            self._refused[message.sender] = str(message.meta.get("reason"))
-            self._say(f"{message.sender}: {message.meta.get('reason')}")
+            if message.sender in self._nodes:
+                self._refused[message.sender] = str(message.meta.get("reason"))
+                self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())

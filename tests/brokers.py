@@ -152,9 +152,9 @@ dynamic_filters = true
 class WebBroker:
     """A broker behind WebSockets, on a port with TLS and one without; MQTT 3.1.1."""
 
-    def __init__(self, folder: Path, authority: Authority) -> None:
+    def __init__(self, folder: Path, authority: Authority, ports: tuple[int, int] | None = None) -> None:
         cert, key = authority.sign("web", "127.0.0.1", "localhost")
-        ports = free_port(), free_port()
+        ports = ports or (free_port(), free_port())
         listeners = [_WEB_LISTENER.format(number=number, port=port) for number, port in enumerate(ports, 1)]
         tls = f'[ws.2.tls]\ncertpath = "{cert}"\nkeypath = "{key}"\ncapath = "{authority.ca}"\n'
         (folder / "web.toml").write_text(_WEB + "".join(listeners) + tls)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from edgesplit.errors import TransportError, TransportTimeout
 from edgesplit.transport.access import Access
 from edgesplit.transport.address import parse_url
+from edgesplit.transport.key import Key
 from edgesplit.transport.lives import Lives
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
@@ -266,6 +267,29 @@ def test_short_lives() -> None:
     ours.ended(33.0)  # that was no short one
     assert not ours.hopeless(100.0)
     assert ours.pause == 0.05
+
+
+# --- the key ---
+
+
+def test_neighbours_of_which_one_has_the_key_are_both_told_why(mosquitto: Mosquitto) -> None:
+    access = Access(mosquitto.url)
+    with (
+        MqttTransport(access, run="keys", node="a", key=Key(bytes(32))) as a,
+        MqttTransport(access, run="keys", node="b") as b,
+    ):
+        with pytest.raises(TransportTimeout, match=r"^no way from 'b' to 'a': it takes signed frames only: start this"):
+            b.probe(["a"], 1.0)
+        with pytest.raises(
+            TransportTimeout, match=r"^no way from 'a' to 'b': its frames are not signed: start it with"
+        ):
+            a.probe(["b"], 6.0)
+    with (
+        MqttTransport(access, run="same", node="a", key=Key(bytes(32))) as a,
+        MqttTransport(access, run="same", node="b", key=Key(bytes(32))) as b,
+    ):
+        a.probe(["b"], 10.0)
+        assert a.chunk_size == b.chunk_size > 200_000
 
 
 # --- a WebSocket ---

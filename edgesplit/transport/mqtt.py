@@ -136,6 +136,7 @@ class MqttTransport:
         )
         self._inbox = Inbox(node)
         self._reached: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._watch = watch
         self._closing = threading.Event()
         self._closed = False
@@ -215,7 +216,11 @@ class MqttTransport:
                 self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
             if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
-                missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in sorted(wanted - self._reached))
+                silent = sorted(wanted - self._reached)
+                for known in silent:
+                    if known in self._refused:
+                        raise TransportTimeout(f"no way from {self.node!r} to {known!r}: {self._refused[known]}")
+                missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in silent)
                 raise TransportTimeout(
                     f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
                     f"{self.node!r} publish there?"
@@ -483,6 +488,8 @@ class MqttTransport:
                     data = effect.data if self._qos == 0 else bytes(effect.data)
                     self._client.publish(self._topic(effect.peer), data, qos=self._qos)
             elif isinstance(effect, Deliver):
+                if effect.message.kind == "refused":
+                    self._refused[effect.message.sender] = str(effect.message.meta["reason"])
                 self._inbox.put(effect.message)
             elif isinstance(effect, Announce):
                 if self._connected:

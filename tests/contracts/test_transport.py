@@ -30,7 +30,8 @@ from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.frames import Flag
 from edgesplit.transport.memory import MemoryTransport
 from edgesplit.transport.mqtt import MqttTransport
-from tests.brokers import Mosquitto, free_port
+from tests.brokers import Mosquitto, WebBroker, free_port, tls_options, with_certificate
+from tests.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 RUNS = itertools.count()
@@ -328,13 +329,15 @@ def test_an_old_offline_and_an_old_online_are_not_believed(fleet: Fleet, mosquit
 # --- over a broker: outages ---
 
 
-@pytest.mark.parametrize("version", ["5", "3.1.1"])
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("version", "how", "tls"),
+    [("5", "SIGTERM", False), ("5", "SIGKILL", False), ("3.1.1", "SIGTERM", False), ("3.1.1", "SIGKILL", True)],
+)
 def test_messages_outlive_a_broker_that_forgets_everything(
-    start_mosquitto: Callable[..., Mosquitto], version: str, how: str
+    start_mosquitto: Callable[..., Mosquitto], authority: Authority, version: str, how: str, tls: bool
 ) -> None:
-    broker = start_mosquitto()
-    fleet = Fleet(broker.url, mqtt_version=version, grace=5.0)
+    broker = start_mosquitto(tls_options(authority) if tls else ())
+    fleet = Fleet(with_certificate(authority, broker.url) if tls else broker.url, mqtt_version=version, grace=5.0)
     a, b = fleet("a"), fleet("b")
     inbox = b.mailbox("b")
 
@@ -362,10 +365,15 @@ def test_messages_outlive_a_broker_that_forgets_everything(
         fleet.close()
 
 
-def test_messages_outlive_a_restart_of_the_embedded_broker() -> None:
-    port = free_port()
-    broker = EmbeddedBroker(port)
-    fleet = Fleet(broker.url, grace=5.0)
+@pytest.mark.parametrize("web", [False, True])
+def test_messages_outlive_a_restart_of_the_embedded_broker(authority: Authority, tmp_path: Path, web: bool) -> None:
+    ports = free_port(), free_port()
+
+    def start() -> EmbeddedBroker | WebBroker:
+        return WebBroker(tmp_path, authority, ports) if web else EmbeddedBroker(ports[0])
+
+    broker = start()
+    fleet = Fleet(broker.secure if isinstance(broker, WebBroker) else broker.url, grace=5.0)
     try:
         a, b = fleet("a"), fleet("b")
         inbox = b.mailbox("b")
@@ -374,7 +382,7 @@ def test_messages_outlive_a_restart_of_the_embedded_broker() -> None:
         broker.close()
         for number in range(30, 40):
             a.send("b", Message(kind="x", sender="a", micro=number))
-        broker = EmbeddedBroker(port)
+        broker = start()
         assert [take(inbox, 30).micro for _ in range(40)] == list(range(40))
     finally:
         fleet.close()
@@ -571,6 +579,7 @@ def test_the_second_process_with_a_name_is_told_and_the_first_goes_on(
         ({"url": "mqtt://"}, "must look like"),
         ({"url": "mqtt://127.0.0.1:http"}, "broker url"),
         ({"url": "mqtt://pi:secret@127.0.0.1"}, "EDGESPLIT_PASSWORD_FILE"),
+        ({"url": "mqtt://pi:secret@127.0.0.1:99999"}, "broker url"),
         ({"mqtt": "4"}, "mqtt version"),
     ],
 )
