@@ -121,10 +121,10 @@ def run_nodes(
     if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
     access = broker if isinstance(broker, Access) else Access(broker)
+    key = Key.read(key_file) if key_file is not None else None
     if run is None:
         say(f"waiting for a run at {access.url}")
         run = find_run(access, names[0])
-    key = Key.read(key_file) if key_file is not None else None
     _prepare_torch(threads, deterministic)
     kit = kit_source(task)
     failures: list[BaseException] = []

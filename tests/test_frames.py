@@ -220,6 +220,7 @@ def test_changed_bytes(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, 95))
     chunk[at : at + 4] = data.draw(st.binary(min_size=4, max_size=4))
     only_frame_errors(lambda: frames.parse(resealed(chunk), RUN))
+    only_frame_errors(lambda: frames.parse(resealed(chunk), RUN, key=KEY))
 
 
 def raw_body(

@@ -28,6 +28,7 @@ from edgesplit.transport.access import Access
 from edgesplit.transport.base import Inbox, Message, Transport
 from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.frames import Flag
+from edgesplit.transport.key import Key
 from edgesplit.transport.memory import MemoryTransport
 from edgesplit.transport.mqtt import MqttTransport
 from tests.brokers import Mosquitto, WebBroker, free_port, tls_options, with_certificate
@@ -81,6 +82,7 @@ class Fleet:
 
 PLAIN = ["mosquitto-5", "mosquitto-3.1.1", "mosquitto-qos-1", "embedded-5", "embedded-3.1.1"]
 OTHERS = ["mqtts-5", "mqtts-3.1.1", "ws", "wss"]
+KEY = Key(bytes(range(32)))
 
 
 def way_in(request: pytest.FixtureRequest, kind: str) -> Fleet:
@@ -91,13 +93,15 @@ def way_in(request: pytest.FixtureRequest, kind: str) -> Fleet:
         return Fleet(web.secure if name == "wss" else web.plain)
     if name == "mqtts":
         return Fleet(request.getfixturevalue("mosquitto_tls"), mqtt_version=version)
+    if name == "signed":
+        return Fleet(request.getfixturevalue("mosquitto").url, key=KEY)
     if version == "qos-1":
         return Fleet(request.getfixturevalue("mosquitto").url, qos=1)
     broker = request.getfixturevalue("mosquitto" if name == "mosquitto" else "embedded_broker")
     return Fleet(broker.url_v3 if kind == "embedded-3.1.1" else broker.url, mqtt_version=version)
 
 
-@pytest.fixture(params=["memory", *PLAIN, *OTHERS])
+@pytest.fixture(params=["memory", *PLAIN, "signed", *OTHERS])
 def network(request: pytest.FixtureRequest) -> Iterator[Open]:
     kind = request.param
     if kind == "memory":
