@@ -76,6 +76,7 @@ def make_conductor(
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
+    say: Callable[[str], None],
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -95,7 +96,7 @@ def make_conductor(
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, say=say)
 
 
 def make_training(

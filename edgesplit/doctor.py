@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from edgesplit.errors import TransportError
+from edgesplit.transport.access import Access
 from edgesplit.transport.base import Message
 from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.mqtt import MqttTransport
@@ -36,7 +37,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(broker: str | None = None) -> list[Finding]:
+def examine(broker: str | Access | None = None) -> list[Finding]:
     """Look at this installation, and at a broker: the one named, else the embedded one where it is installed."""
     findings = [Finding("python", sys.version_info >= (3, 11), sys.version.split()[0])]
     findings += [_package(name) for name in REQUIRED]
@@ -71,17 +72,18 @@ def _optional(name: str) -> Finding:
     return Finding(name, True, version)
 
 
-def _broker(url: str, name: str) -> list[Finding]:
+def _broker(broker: str | Access, name: str) -> list[Finding]:
     run = f"doctor-{secrets.token_hex(4)}"
     try:
-        with MqttTransport(url, run=run, node="a") as a, MqttTransport(url, run=run, node="b") as b:
+        access = broker if isinstance(broker, Access) else Access(broker)
+        with MqttTransport(access, run=run, node="a") as a, MqttTransport(access, run=run, node="b") as b:
             milliseconds = _round_trip_ms(a, b)
             large = _large_mb_per_s(a, b)
     except TransportError as error:
         return [Finding(name, False, str(error))]
     hint = "" if milliseconds < SLOW_MS else "; Nagle's algorithm? mosquitto: set_tcp_nodelay true"
     return [
-        Finding(name, True, f"{url}: reachable, takes our topics and packets"),
+        Finding(name, True, f"{access.url}: reachable, takes our topics and packets"),
         Finding("round trip", True, f"1 KiB there and back {milliseconds:.2f} ms (median of {ROUND_TRIPS}){hint}"),
         Finding("throughput", True, f"16 MB message at {large:,.0f} MB/s"),
     ]

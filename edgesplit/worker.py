@@ -145,6 +145,8 @@ class Worker:
     def _receive(self, message: Message) -> None:
         if message.kind == "status":
             self._status(message)
+        elif message.kind == "refused":
+            self._refused(message)
         elif message.kind in DATA_KINDS and self._emulator is not None:
             due = self._emulator.due(message)
             self._taken += 1
@@ -173,6 +175,11 @@ class Worker:
 
     def _greet(self) -> None:
         self._tell("hello", {**self._facts, "life": self._life})
+
+    def _refused(self, message: Message) -> None:
+        """A neighbour that refuses fails the probe, by name."""
+        if message.sender == COORDINATOR and self._machine is None:
+            raise RunError(f"no way to the coordinator: {message.meta.get('reason')}")
 
     def _assign(self, message: Message) -> None:
         assignment = Assignment.of(message.meta)

@@ -23,7 +23,8 @@ LAYERS = [
     {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
-        "transport.base", "transport.frames", "segments.base", "segments.random",
+        "transport.base", "transport.frames", "transport.address", "transport.access",
+        "transport.key", "segments.base", "segments.random",
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
@@ -56,7 +57,7 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.mqtt", "transport.lobby"},
+    "paho": {"transport.client", "transport.mqtt", "transport.lobby"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from edgesplit.cli.access import URL, Ca, Cert, CertKey, ClientId, Mqtt, TopicPrefix, access
 from edgesplit.cli.output import Json, Refused, show, show_json, show_table
 
 
@@ -44,12 +45,22 @@ def register(app: typer.Typer) -> None:
 
     @app.command("doctor")
     def doctor_command(
-        broker: Annotated[str | None, typer.Option(help="Also look at this broker.")] = None, json_: Json = False
+        broker: Annotated[str | None, typer.Option(metavar="URL", help=f"Also look at this broker: {URL}.")] = None,
+        ca: Ca = None,
+        cert: Cert = None,
+        cert_key: CertKey = None,
+        topic_prefix: TopicPrefix = None,
+        client_id: ClientId = None,
+        mqtt: Mqtt = None,
+        json_: Json = False,
     ) -> None:
         """Say what is installed and whether a broker does what it must."""
         from edgesplit.doctor import examine
 
-        findings = examine(broker)
+        options = (ca, cert, cert_key, topic_prefix, client_id, mqtt)
+        if broker is None and any(option is not None for option in options):
+            raise typer.BadParameter("--ca, --cert, --topic-prefix and the like need --broker")
+        findings = examine(access(broker, *options) if broker is not None else None)
         if json_:
             show_json({"ok": all(f.ok for f in findings), "findings": [f._asdict() for f in findings]})
         else:
