@@ -1,4 +1,4 @@
-"""What may become of hostile frames and messages: nothing. A trial is made of one seed and raises where it is not so."""
+"""What may come of hostile frames and messages: nothing. A trial is made of one seed and raises where it is not so."""
 
 from __future__ import annotations
 
