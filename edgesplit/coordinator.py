@@ -562,11 +562,11 @@ class Coordinator:
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return self._tell(entry, self._done(entry, applied=True))
+            return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
-            return self._close_asynchronous(entry)
+            return [*self._tell_ended(entry), *self._close_asynchronous(entry)]
         sums, weights = self._add_replicas(entry)
         finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
@@ -577,6 +577,12 @@ class Coordinator:
         commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
         to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
+
+    def _tell_ended(self, entry: _Open) -> list[Effect]:
+        """Say that a step without a commit has ended: nodes that are ahead wait for it."""
+        if not self._open:
+            return []
+        return [self._send(node, "ended", {"step": entry.step.step}) for node in self._nodes]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
@@ -716,5 +722,10 @@ class Coordinator:
 
 
 def _finite(report: Report) -> bool:
-    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are."""
-    return report.finite and all(math.isfinite(total) for total, _ in report.losses.values())
+    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are.
+
+    So are weights and squares of norms, of an honest node also not negative.
+    """
+    sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
+    losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
+    return report.finite and sums and losses
