@@ -184,7 +184,7 @@ class Conductor:
 
     def _greet(self, message: Message) -> bool:
         """Note a node's hello; return whether the run has such a node."""
-        nodes = self.coordinator.plan.nodes()
+        nodes = self.coordinator.wanted.nodes()
         if message.sender in nodes:
             self.hellos[message.sender] = message.meta
             return True

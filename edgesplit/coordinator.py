@@ -207,7 +207,8 @@ class Coordinator:
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes in a new life that have not been told their part
+        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
+        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -390,6 +391,7 @@ class Coordinator:
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
         self._fresh.add(message.sender)
+        self._returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
@@ -471,8 +473,9 @@ class Coordinator:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
         step = self.line.point().step
         where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
+        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
+        self._returned.clear()
         for request in self._requests.values():
             request.due = True
         return effects + self._catch_up(now)
