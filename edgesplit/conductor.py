@@ -58,7 +58,6 @@ class Conductor:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
         self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
         self._inbox = transport.mailbox(COORDINATOR)
-        self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
@@ -173,7 +172,7 @@ class Conductor:
         if message.kind == "hello" and not self._greet(message):
             return []
         if message.kind == "refused":
-            if message.sender in self._nodes:
+            if message.sender in self.coordinator.known:
                 self._refused[message.sender] = str(message.meta.get("reason"))
                 self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
@@ -198,7 +197,7 @@ class Conductor:
         self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=self.coordinator.term, meta=meta))
 
     def _record(self, message: Message) -> None:
-        if message.sender not in self._nodes:
+        if message.sender not in self.coordinator.known:
             return
         if isinstance(problem := message.meta.get("keeping"), str) and self._problems.get(message.sender) != problem:
             self._problems[message.sender] = problem

@@ -192,7 +192,7 @@ class Coordinator:
         self._skipped_in_row = 0
         self._adds = add_replicas
         self.wanted = plan  # what it is when nobody is missing
-        self.known = frozenset(plan.nodes())
+        self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
         self._set_plan(plan)
@@ -203,7 +203,7 @@ class Coordinator:
         self._request_numbers = count(1)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
-        self.roster = Roster(self._nodes)
+        self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
@@ -424,6 +424,11 @@ class Coordinator:
         self._set_plan(plan)
         self._assigned = dict(self.reassign(plan))
         return self._assigned
+
+    def want(self, plan: Plan) -> None:
+        """Have another plan when the next round begins and its nodes are there."""
+        self.wanted = plan
+        self.known |= set(plan.nodes())
 
     def next_plan(self) -> Plan:
         """Return the plan for the next round: that which is wanted, without those who are not there."""

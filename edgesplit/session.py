@@ -16,7 +16,16 @@ from edgesplit.bringup import assign, make_conductor, make_federation, make_trai
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
 from edgesplit.coordinator import NodeChanged, StepDone
-from edgesplit.errors import ExperimentError, NodeLost, RunError, TaskError, TransportTimeout, did_you_mean
+from edgesplit.errors import (
+    EdgesplitError,
+    ExperimentError,
+    NodeLost,
+    PlanError,
+    RunError,
+    TaskError,
+    TransportTimeout,
+    did_you_mean,
+)
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Fleet, Threads
@@ -100,7 +109,7 @@ class Session:
         self.experiment = experiment or options(**keywords)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
-        self._also_on_step, self._also_watch = on_step, watch
+        self._also_on_step, self._also_watch, self._say = on_step, watch, say
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
@@ -193,8 +202,52 @@ class Session:
         """The number of the next round, from 1."""
         return self.rounds[-1].number + 1 if self.rounds else self._resumed + 1
 
+    def replan(self, plan: Plan) -> None:
+        """Go on by another plan, from now on: between two rounds only. Layers that change hands move with their state.
+
+        Nodes that are new are started where this session starts nodes; elsewhere they must be started by then.
+
+        Raises:
+            PlanError: it is a plan of another model.
+            ExperimentError: it does not go with the method or the strategy.
+            TransportTimeout: a new node does not come.
+        """
+        self._want(plan)
+        try:
+            self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
+            if self.training.adopt_plan():
+                self.plan = self.training.plan
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _want(self, plan: Plan) -> None:
+        """Check a plan, have it when its nodes are there, and start those that are new."""
+        if plan.layers != self.plan.layers:
+            raise PlanError(
+                f"the plan has layers {', '.join(plan.layers)}: the model's are {', '.join(self.plan.layers)}"
+            )
+        assembly.check_placement(self.model, plan)
+        assembly.method_for(self.experiment, plan, self.model)
+        if new := [node for node in plan.nodes() if node not in self._conductor.coordinator.known]:
+            self._fleet.start(new)
+        self._conductor.coordinator.want(plan)
+
+    def _look_for_plan(self) -> None:
+        """Take up a plan that was put into the run's folder; one that cannot be is said to be so, and not taken."""
+        try:
+            plan = self._keeper.next_plan()
+            if plan is not None:
+                self._want(plan)
+        except EdgesplitError as error:
+            self._say(f"the plan that was put there is not taken: {error}")
+        if self.training.adopt_plan():
+            self.plan = self.training.plan
+            self._say(f"round {self.next_round} begins with another plan")
+
     def _round(self, number: int) -> RoundDone:
         e = self.experiment
+        self._look_for_plan()
         done = self.training.round(number, optimizer=self._keeper.due(number))
         if e.evaluate.every and (number % e.evaluate.every == 0 or number == e.rounds):
             metrics: dict[str, float] = {}

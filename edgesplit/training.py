@@ -329,6 +329,18 @@ class Training:
         self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
         self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
 
+    def adopt_plan(self) -> bool:
+        """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
+
+        Only the layers that change hands are sent, with their optimizers' state.
+        """
+        self._next = self.conductor.coordinator.next_plan()
+        if self._next.routes == self.plan.routes:
+            return False
+        self.fetch(optimizer=True)
+        self._distribute({})
+        return True
+
     def _change_plan(self, plan: Plan, changed: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Tell everybody another plan; return what each has to be given: of layers that it had, what has changed."""
         before, coordinator = self.plan, self.conductor.coordinator
