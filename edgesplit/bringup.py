@@ -127,6 +127,8 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     topology = Topology.from_dict(plan.topology) if plan.topology is not None else None
 
     def parts(plan: Plan) -> dict[str, dict[str, Any]]:
+        for route in plan.routes:
+            places.setdefault(route.device, (len(places), max(len(places) + 1, len(devices))))
         told = assembly.assignments(
             model,
             plan,
@@ -142,10 +144,10 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
         )
         return {node: assignment.meta() for node, assignment in told.items()}
 
-    places = {route.device: index for index, route in enumerate(plan.routes)}
+    devices = [route.device for route in plan.routes]
+    places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
     conductor.coordinator.reassign = parts
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
-    devices = [route.device for route in plan.routes]
     sizes: dict[str, Sequence[int]] = {device: _sizes(replies[device], "train") for device in devices}
     training.test_sizes = {device: _sizes(replies[device], "test") for device in devices}
     _check_cutting(conductor.coordinator.cutting, method, plan, sizes)

@@ -183,10 +183,10 @@ class Conductor:
 
     def _greet(self, message: Message) -> bool:
         """Note a node's hello; return whether the run has such a node."""
-        nodes = self.coordinator.wanted.nodes()
-        if message.sender in nodes:
+        if message.sender in self.coordinator.known:
             self.hellos[message.sender] = message.meta
             return True
+        nodes = self.coordinator.wanted.nodes()
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
         self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")

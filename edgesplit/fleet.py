@@ -26,7 +26,13 @@ HANG_S = 5.0
 
 
 class Fleet(Protocol):
-    """The nodes of a run, started and ended together."""
+    """The nodes of a run, started and ended together.
+
+    Attributes:
+        starts: it really starts them; else somebody else does, some time.
+    """
+
+    starts: bool
 
     def start(self, nodes: Sequence[str]) -> None:
         """Start the nodes; they join by themselves."""
@@ -47,6 +53,8 @@ class Fleet(Protocol):
 
 class Elsewhere:
     """Nodes that somebody else starts: ``edgesplit node NAME --broker URL``."""
+
+    starts = False
 
     def start(self, nodes: Sequence[str]) -> None:
         """Nothing to start."""
@@ -69,6 +77,8 @@ class Threads:
         kit: an assignment's Task made ready.
         patience: see :class:`Worker`.
     """
+
+    starts = True
 
     def __init__(
         self,
@@ -123,6 +133,8 @@ class Processes:
         env: additions to the environment.
         restarts: how often, in :data:`RESTARTS_S` seconds, a process that was killed is started again.
     """
+
+    starts = True
 
     def __init__(
         self,

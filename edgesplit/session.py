@@ -231,6 +231,9 @@ class Session:
         assembly.method_for(self.experiment, plan, self.model)
         if new := [node for node in plan.nodes() if node not in self._conductor.coordinator.known]:
             self._fleet.start(new)
+            if self._fleet.starts:
+                self._conductor.coordinator.known.update(new)
+                self._conductor.join(new, self.experiment.timeouts.join_s)
         self._conductor.coordinator.want(plan)
 
     def _look_for_plan(self) -> None:
