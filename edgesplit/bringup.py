@@ -7,7 +7,7 @@ from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, RunError, did_you_mean
@@ -77,6 +77,7 @@ def make_conductor(
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
     say: Callable[[str], None],
+    admit: Admit | None,
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -96,7 +97,7 @@ def make_conductor(
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, say=say)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
 
 
 def make_training(

@@ -10,6 +10,7 @@ from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
+from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line
 from edgesplit.schedule import Action, Event
@@ -18,6 +19,7 @@ from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message, Transport
 
 Asked = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
+Admit = Callable[[str, Mapping[str, Any], Plan], Plan]
 
 TURN_S = 0.25
 """How long the coordinator waits for a message before it looks at the clock and at its local processes."""
@@ -39,6 +41,7 @@ class Conductor:
         watch: called every :data:`TURN_S`; raises where a local process has died that cannot be started again.
         on_node: called with each change of a node.
         note: writes down what a successor would need.
+        admit: ``(node, hello, plan) ->`` the plan with a node that it does not name; raises where it may not join.
         clock: a monotonic clock in seconds.
         say: told, in a line, of nodes that are there and cannot take part.
     """
@@ -52,11 +55,13 @@ class Conductor:
         watch: Callable[[], None] = lambda: None,
         on_node: Callable[[NodeChanged], None] = lambda change: None,
         note: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        admit: Admit | None = None,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
         self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
+        self._admit = admit
         self._inbox = transport.mailbox(COORDINATOR)
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
@@ -139,6 +144,9 @@ class Conductor:
         finally:
             self._running = False
 
+    def _where(self) -> str:
+        return "is in the middle of a round" if self._running else "is between two rounds"
+
     def _refuse_nested(self) -> None:
         """One thing at a time: a callback that asks for more would take the running round's steps away."""
         if self._running:
@@ -150,6 +158,9 @@ class Conductor:
                 self.transport.send(effect.to, effect.message)
             elif isinstance(effect, NodeChanged):
                 self._on_node(effect)
+                if effect.state == "waits":
+                    notice = {"text": f"the run {self._where()}: {effect.reason}"}
+                    self.transport.send(effect.node, Message(kind="notice", sender=COORDINATOR, meta=notice))
             elif isinstance(effect, Noted):
                 self._note(effect.record)
             elif not isinstance(effect, Failed):
@@ -186,11 +197,23 @@ class Conductor:
         if message.sender in self.coordinator.known:
             self.hellos[message.sender] = message.meta
             return True
+        if self._admit is not None:
+            return self._let_in(self._admit, message)
         nodes = self.coordinator.wanted.nodes()
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
         self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")
         return False
+
+    def _let_in(self, admit: Admit, message: Message) -> bool:
+        """Give a node that no file names a place, from the next round on; one that may not join is told why."""
+        try:
+            self.coordinator.want(admit(message.sender, message.meta, self.coordinator.wanted))
+        except EdgesplitError as error:
+            self._stop_one(message.sender, str(error))
+            return False
+        self.hellos[message.sender] = message.meta
+        return True
 
     def _stop_one(self, node: str, error: str | None) -> None:
         meta = {} if error is None else {"error": error}

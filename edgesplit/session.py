@@ -15,6 +15,7 @@ from edgesplit.assembly import Model, build_model
 from edgesplit.bringup import assign, make_conductor, make_federation, make_training
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
+from edgesplit.conductor import Admit
 from edgesplit.coordinator import NodeChanged, StepDone
 from edgesplit.errors import (
     EdgesplitError,
@@ -75,6 +76,7 @@ class Session:
         watch: called now and then; raises where something that the run needs has died.
         identity: identifies the run, also when it is resumed; None: a new one.
         resume: go on with the run in ``directory``.
+        admit: lets devices in that the plan does not name, see :class:`Admissions`.
         strategy: a Flower strategy object in place of the experiment's.
         say: told, in a line, what people should know while the fleet comes up.
 
@@ -99,13 +101,14 @@ class Session:
         watch: Callable[[], None] = lambda: None,
         identity: str | None = None,
         resume: bool = False,
+        admit: Admit | None = None,
         strategy: Any = None,
         say: Callable[[str], None] = lambda text: None,
         **keywords: Any,
     ) -> None:
         if experiment is not None and keywords:
             raise ExperimentError(f"experiment and {', '.join(sorted(keywords))} are both given: put them into one")
-        self.plan, self.task = plan, task
+        self.task = task
         self.experiment = experiment or options(**keywords)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
@@ -133,6 +136,7 @@ class Session:
             on_node=self._on_node,
             note=self._keeper.logbook.note,
             say=say,
+            admit=admit,
         )
         self.training = make_training(
             self._conductor,
@@ -154,6 +158,11 @@ class Session:
         except BaseException as error:
             self._fail(error)
             raise
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the moment: without the nodes that are missing."""
+        return self._conductor.coordinator.plan
 
     # -- driving
 
@@ -215,8 +224,7 @@ class Session:
         self._want(plan)
         try:
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
-            if self.training.adopt_plan():
-                self.plan = self.training.plan
+            self.training.adopt_plan()
         except BaseException as error:
             self._fail(error)
             raise
@@ -245,7 +253,6 @@ class Session:
         except EdgesplitError as error:
             self._say(f"the plan that was put there is not taken: {error}")
         if self.training.adopt_plan():
-            self.plan = self.training.plan
             self._say(f"round {self.next_round} begins with another plan")
 
     def _round(self, number: int) -> RoundDone:

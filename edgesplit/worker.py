@@ -38,6 +38,8 @@ class Worker:
         facts: what its hello says of it (process id, versions).
         on_step: called with each step that this node has done its part of.
         state: a directory of its own, where it keeps what it needs to come back after a crash; None: it keeps nothing.
+        prove: makes the proof that a node of this life may join, for one that no file names.
+        say: told, in a line, what the coordinator lets people know.
         coordinator_s: how long, in seconds, it stays when the coordinator is gone.
         clock: seconds since the epoch; the same for all nodes of a host.
     """
@@ -53,12 +55,15 @@ class Worker:
         on_step: Callable[[], None] = lambda: None,
         state: Path | None = None,
         coordinator_s: float = 60.0,
+        prove: Callable[[str], str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
         self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
         self._on_step, self._state, self._coordinator_s = on_step, state, coordinator_s
-        self._life = secrets.token_hex(8)
+        self._life, self._say = secrets.token_hex(8), say
+        self._proof = {"admission": prove(self._life)} if prove is not None else {}
         self._coordinator: str | None = None  # the boot of the one that is there
         self._gone: tuple[float, str] | None = None  # since when it is not (monotonic), and why
         self._journal: Journal | None = None
@@ -155,6 +160,8 @@ class Worker:
             self._assign(message)
         elif message.sender == COORDINATOR and message.kind == "stop":
             self._stop(message)
+        elif message.sender == COORDINATOR and message.kind == "notice":
+            self._say(f"{self.name}: {message.meta.get('text')}")
         elif self._machine is not None:
             self._machine.receive(message)
 
@@ -174,7 +181,7 @@ class Worker:
         self._coordinator = boot
 
     def _greet(self) -> None:
-        self._tell("hello", {**self._facts, "life": self._life})
+        self._tell("hello", {**self._facts, **self._proof, "life": self._life})
 
     def _refused(self, message: Message) -> None:
         """A neighbour that refuses fails the probe, by name."""

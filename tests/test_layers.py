@@ -30,7 +30,7 @@ LAYERS = [
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
         "replanning", "emulation", "transport", "segments.masks",
     },
-    {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
