@@ -56,7 +56,7 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.mqtt", "transport.lobby"},
+    "paho": {"transport.mqtt", "transport.lobby", "transport.caller"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},
