@@ -179,6 +179,7 @@ def assignments(
     barrier: bool,
     loss_scale: float,
     reference: Mapping[str, Any],
+    identity: str,
     configs: Mapping[str, Mapping[str, Any]],
     emulate: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Assignment]:
@@ -188,6 +189,7 @@ def assignments(
         barrier: updates wait for the commit.
         loss_scale: the first step's.
         reference: how another process finds the Task.
+        identity: of the run.
         configs: device -> its free ``config``.
         emulate: node -> how it plays a slower one.
     """
@@ -223,6 +225,7 @@ def assignments(
             task={**reference, "dtype": experiment.dtype},
             fingerprint=model.kit.fingerprint,
             emulate=(emulate or {}).get(node),
+            run=identity,
         )
     return told
 

@@ -8,7 +8,7 @@ from typing import Any
 from edgesplit import assembly
 from edgesplit.assembly import Model
 from edgesplit.conductor import Conductor
-from edgesplit.coordinator import Coordinator, LossScale, StepDone
+from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, RunError, did_you_mean
 from edgesplit.experiment import Experiment
@@ -74,6 +74,7 @@ def make_conductor(
     transport: Transport,
     recorder: Recorder,
     watch: Callable[[], None],
+    on_node: Callable[[NodeChanged], None],
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -90,8 +91,10 @@ def make_conductor(
         loss_scale=scale,
         max_skipped=experiment.max_skipped,
         step_timeout=experiment.timeouts.step_s,
+        on_lost=experiment.on_lost,
+        patience=experiment.patience_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node)
 
 
 def make_training(
@@ -108,8 +111,12 @@ def make_training(
     return Training(conductor, plan, experiment, names, federation, params, buffers, on_step=on_step)
 
 
-def assign(training: Training, model: Model, method: Method, reference: Mapping[str, Any]) -> None:
+def assign(training: Training, model: Model, method: Method, reference: Mapping[str, Any], identity: str) -> None:
     """Tell every node its part, learn what data the devices have, and give the nodes their weights.
+
+    Args:
+        reference: how nodes of other processes find the Task.
+        identity: of the run.
 
     Raises:
         EdgesplitError: a node refuses, or the method cannot carry a batch that a device has.
@@ -124,6 +131,7 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
         barrier=conductor.coordinator.barrier,
         loss_scale=conductor.coordinator.loss_scale.value,
         reference=reference,
+        identity=identity,
         configs={name: node.config for name, node in topology.nodes.items()} if topology else {},
         emulate=_emulated(plan, topology) if experiment.emulate else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgesplit.coordinator import StepDone
+from edgesplit.coordinator import NodeChanged, StepDone
 from edgesplit.training import RoundDone
 
 STOP = "stop"
@@ -23,6 +23,9 @@ class Callback:
 
     def on_round(self, done: RoundDone) -> str | None:
         """A round has ended; return ``"stop"`` to end the run."""
+
+    def on_node(self, change: NodeChanged) -> None:
+        """A node was lost, is back, or the fleet has recovered from its loss."""
 
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint was written."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
 from edgesplit.protocol import Send
@@ -35,7 +35,8 @@ class Conductor:
         coordinator: the state machine.
         transport: opened for the node ``coordinator``.
         recorder: gets the nodes' events.
-        watch: called every :data:`TURN_S`; raises where a local process has died without a word.
+        watch: called every :data:`TURN_S`; raises where a local process has died that cannot be started again.
+        on_node: called with each change of a node.
         clock: a monotonic clock in seconds.
     """
 
@@ -46,16 +47,18 @@ class Conductor:
         recorder: Recorder,
         *,
         watch: Callable[[], None] = lambda: None,
+        on_node: Callable[[NodeChanged], None] = lambda change: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
-        self._watch, self._clock = watch, clock
+        self._watch, self._on_node, self._clock = watch, on_node, clock
         self._inbox = transport.mailbox(COORDINATOR)
         self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
+        self._problems: dict[str, str] = {}  # why nodes cannot keep their state
 
     def join(self, nodes: Sequence[str], timeout: float) -> None:
         """Wait until every node has said hello.
@@ -130,6 +133,8 @@ class Conductor:
         for effect in effects:
             if isinstance(effect, Send):
                 self.transport.send(effect.to, effect.message)
+            elif isinstance(effect, NodeChanged):
+                self._on_node(effect)
             elif not isinstance(effect, Failed):
                 yield effect
         self._raise_failed(effects)
@@ -147,22 +152,23 @@ class Conductor:
             return None
 
     def _take(self, message: Message) -> Sequence[Effect]:
-        if message.kind == "hello":
-            self._greet(message)
+        if message.kind == "hello" and not self._greet(message):
             return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())
         self._record(message)
         return self.coordinator.receive(message, self._clock())
 
-    def _greet(self, message: Message) -> None:
+    def _greet(self, message: Message) -> bool:
+        """Note a node's hello; return whether the run has such a node."""
         nodes = self.coordinator.plan.nodes()
         if message.sender in nodes:
             self.hellos[message.sender] = message.meta
-            return
+            return True
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
         self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")
+        return False
 
     def _stop_one(self, node: str, error: str | None) -> None:
         meta = {} if error is None else {"error": error}
@@ -171,6 +177,9 @@ class Conductor:
     def _record(self, message: Message) -> None:
         if message.sender not in self._nodes:
             return
+        if isinstance(problem := message.meta.get("keeping"), str) and self._problems.get(message.sender) != problem:
+            self._problems[message.sender] = problem
+            self._on_node(NodeChanged(message.sender, "forgetful", problem))
         if isinstance(traffic := message.meta.get("traffic"), dict):
             self.traffic[message.sender] = traffic
         for row in message.meta.get("events") or []:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Report, Send, Sheet
+from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
+from edgesplit.roster import OnLost, Roster
 from edgesplit.schedule import Step
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
@@ -51,7 +53,25 @@ class Failed:
     error: Exception
 
 
-Effect = Send | StepDone | Replied | Failed
+@dataclass(frozen=True, slots=True)
+class NodeChanged:
+    """Effect: what has become of a node.
+
+    Attributes:
+        state: ``lost``; ``back`` with all it had; ``returned`` with an empty memory, and then ``recovered``, when all
+            nodes are in one state again; ``forgetful``, if it cannot keep its state.
+        reason: why it was lost, where the fleet goes on, or what its disk says.
+    """
+
+    node: str
+    state: Literal["lost", "back", "returned", "recovered", "forgetful"]
+    reason: str = ""
+
+
+Effect = Send | StepDone | Replied | NodeChanged | Failed
+
+Spare = Callable[[str], Mapping[str, Packed] | None]
+"""What a node held when the weights were last given out; None: that is not known."""
 
 
 @dataclass
@@ -78,22 +98,44 @@ class LossScale:
         return searching
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A step to be issued; ``told``: its end was told of before it was taken back."""
+
+    draft: Draft
+    evaluate: bool
+    told: bool = False
+
+
 @dataclass
 class _Open:
     """A step that was issued and has not ended."""
 
-    draft: Draft
+    due: _Due
     step: Step
     participants: tuple[str, ...]
-    evaluate: bool
     reports: dict[str, Report] = field(default_factory=dict)
     arrays: dict[str, Mapping[str, Packed]] = field(default_factory=dict)
 
 
+Asked = Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]]
+"""Node -> kind, meta and arrays of what it is asked."""
+
+
 @dataclass
 class _Request:
-    nodes: set[str]
+    """A question that is open. ``then``: what is done with the answers; None: they are handed out.
+
+    Each time that it is asked it has another ``asking`` number, so that no answer to an earlier time counts.
+    """
+
+    number: int
+    asked: Asked
+    then: Callable[[Mapping[str, Message], float], list[Effect]] | None = None
     replies: dict[str, Message] = field(default_factory=dict)
+    asking: int = 0
+    point: Point | None = None  # of the weights that a load gives out
+    due: bool = False  # to be asked again
 
 
 class Coordinator:
@@ -108,6 +150,7 @@ class Coordinator:
         loss_scale: see :class:`LossScale`.
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
+        on_lost, patience: whether a lost node is waited for, and for how many seconds.
     """
 
     def __init__(
@@ -121,6 +164,8 @@ class Coordinator:
         loss_scale: LossScale | None = None,
         max_skipped: int = 3,
         step_timeout: float = 120.0,
+        on_lost: OnLost = "stop",
+        patience: float = 60.0,
     ) -> None:
         self.plan, self.cutting = plan, cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
@@ -136,14 +181,22 @@ class Coordinator:
         shared = {layer: nodes for layer, nodes in replicas.items() if len(nodes) > 1}
         self._shared = shared if add_replicas else {}
         self._open: deque[_Open] = deque()
+        self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
+        self._recovery: _Request | None = None
         self._request_numbers = count(1)
         self._progress_at: float | None = None
+        self.on_lost, self.patience = on_lost, patience
+        self.roster = Roster(self._nodes)
+        self.line = Line(Point(0, -1), self._standing())
+        self.spare: Spare = lambda node: None
+        self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
+        self._fresh: set[str] = set()  # nodes in a new life that have not been told their part
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._requests)
+        return bool(self._open or self._requests or self._again or self._recovery)
 
     @property
     def barrier(self) -> bool:
@@ -155,18 +208,21 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        return [*self._publish(drafts, now, evaluate), *self._close_complete(now)]
+        return self._publish([_Due(draft, evaluate) for draft in drafts], now)
 
-    def _publish(self, drafts: Sequence[Draft], now: float, evaluate: bool) -> list[Effect]:
+    def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
+        """Number the steps of one sheet and send it; all train, or all evaluate."""
         self._progress_at = now
         opened = []
-        for draft in drafts:
-            step = number(draft, self.cutting, self.next_micro, self._devices)
+        for due in dues:
+            step = number(due.draft, self.cutting, self.next_micro, self._devices)
             self.next_micro += len(step.micros)
-            opened.append(_Open(draft, step, self._participants(step, evaluate), evaluate))
+            opened.append(_Open(due, step, self._participants(step, due.evaluate)))
         self._open.extend(opened)
-        sheet = Sheet(tuple(entry.step for entry in opened), evaluate)
-        return [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
+        evaluate = any(due.evaluate for due in dues)
+        sheet = Sheet(tuple(entry.step for entry in opened), evaluate, self.loss_scale.dynamic and not evaluate)
+        sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
+        return [*sends, *self._close_complete(now)]
 
     def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
         if not step.micros:
@@ -186,10 +242,24 @@ class Coordinator:
     ) -> tuple[int, list[Effect]]:
         """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered."""
         self._progress_at = now
-        number_ = next(self._request_numbers)
-        self._requests[number_] = _Request(set(to))
-        sends = [self._send(node, kind, {**meta, "request": number_}, arrays) for node, (meta, arrays) in to.items()]
-        return number_, list(sends)
+        asked = {node: (kind, meta, arrays) for node, (meta, arrays) in to.items()}
+        request = _Request(next(self._request_numbers), asked)
+        if kind == "assign":
+            self._assigned |= {node: meta for node, (meta, _) in to.items()}
+        elif kind == "load":
+            request.point = Point(self.line.base.load + 1, self.line.point().step)
+            told = {"point": [*request.point]}
+            request.asked = {node: (kind, {**meta, **told}, arrays) for node, (meta, arrays) in to.items()}
+        self._requests[request.number] = request
+        return request.number, self._ask(request)
+
+    def _ask(self, request: _Request) -> list[Effect]:
+        request.asking = next(self._request_numbers) if request.asking else request.number
+        request.replies.clear()
+        return [
+            self._send(node, kind, {**meta, "request": request.asking}, arrays)
+            for node, (kind, meta, arrays) in request.asked.items()
+        ]
 
     # -- events
 
@@ -197,45 +267,162 @@ class Coordinator:
         """Take a message from a node. Raises FrameError where it is malformed."""
         if message.sender not in self._nodes:
             return []
+        if message.kind == "hello":
+            return self._hello(message, now)
         if message.kind == "status":
-            return self._status(message)
+            return self._status(message, now)
         if message.kind == "failed":
             return [Failed(RunError(f"{message.sender!r} failed: {message.meta.get('error', 'no reason given')}"))]
         if message.kind == "report":
             return self._report(message, now)
         return self._reply(message, now)
 
-    def _status(self, message: Message) -> list[Effect]:
-        if message.meta.get("state") != "offline" or not self.busy:
+    def _status(self, message: Message, now: float) -> list[Effect]:
+        node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
+        if message.meta.get("state") != "offline":
+            if not self.roster.back(node):
+                return []
+            self._progress_at = now
+            return [NodeChanged(node, "back")]
+        if not self.roster.gone(node, reason, now):
             return []
-        reason = message.meta.get("reason") or "its connection closed"
-        return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} ({reason})"))]
+        if self.on_lost == "stop" and self.busy:
+            return [Failed(NodeLost(f"node {node!r} was lost {self._where()} ({reason})"))]
+        return [NodeChanged(node, "lost", reason)]
 
     def _where(self) -> str:
         return f"in step {self._open[0].step.step}" if self._open else "between two steps"
 
     def _reply(self, message: Message, now: float) -> list[Effect]:
         wanted = message.meta.get("request")
-        request = self._requests.get(wanted) if isinstance(wanted, int) else None
-        if request is None or message.sender not in request.nodes:
+        asked = [*self._requests.values(), *([self._recovery] if self._recovery is not None else [])]
+        request = next((request for request in asked if request.asking == wanted), None)
+        if request is None or message.sender not in request.asked:
             return []
         self._progress_at = now
         request.replies[message.sender] = message
-        if len(request.replies) < len(request.nodes):
+        if len(request.replies) < len(request.asked):
             return []
-        del self._requests[message.meta["request"]]
-        return [Replied(message.meta["request"], request.replies)]
+        if request.then is not None:
+            self._recovery = None
+            return request.then(request.replies, now)
+        del self._requests[request.number]
+        if request.point is not None:
+            self.line.rebase(request.point, self._standing())
+        return [Replied(request.number, request.replies)]
 
     def tick(self, now: float) -> list[Effect]:
         """Note the time. A run without progress for ``step_timeout`` seconds has failed."""
-        if not self.busy or self._progress_at is None or now - self._progress_at < self.step_timeout:
+        if not self.busy or self._progress_at is None:
             return []
-        if self._open:
-            missing = [node for node in self._open[0].participants if node not in self._open[0].reports]
-        else:
-            missing = sorted({n for r in self._requests.values() for n in r.nodes - set(r.replies)})
-        what = f"no progress {self._where()} for {self.step_timeout:g} s: nothing from {', '.join(map(repr, missing))}"
-        return [Failed(TransportTimeout(what))]
+        if self.roster.lost:
+            self._progress_at = now  # it is known what is waited for
+            return self._overdue(now)
+        if now - self._progress_at < self.step_timeout:
+            return []
+        what = f"no progress {self._where()} for {self.step_timeout:g} s"
+        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, self._missing()))}"))]
+
+    def _overdue(self, now: float) -> list[Effect]:
+        overdue = self.roster.overdue(0.0 if self.on_lost == "stop" else self.patience, now)
+        if not overdue:
+            return []
+        names = ", ".join(f"{node!r} ({absence.reason})" for node, absence in overdue.items())
+        late = "" if self.on_lost == "stop" else f" and did not come back within {self.patience:g} s"
+        return [Failed(NodeLost(f"node {names} was lost {self._where()}{late}"))]
+
+    def _missing(self) -> list[str]:
+        if self._recovery is None and self._open:
+            return [node for node in self._open[0].participants if node not in self._open[0].reports]
+        asked = [self._recovery] if self._recovery is not None else list(self._requests.values())
+        return sorted({node for request in asked for node in request.asked if node not in request.replies})
+
+    # -- nodes that start anew
+
+    def _hello(self, message: Message, now: float) -> list[Effect]:
+        if not self.roster.hello(message.sender, str(message.meta.get("life"))) or not self._assigned:
+            return []
+        if self.on_lost == "stop":
+            return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
+        self._fresh.add(message.sender)
+        return [NodeChanged(message.sender, "returned"), *self._recover(now)]
+
+    def _recover(self, now: float) -> list[Effect]:
+        """Begin to bring everybody back to one state: ask what they have kept. A recovery under way begins anew."""
+        self._progress_at = now
+        parts: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {
+            node: ("assign", {**self._assigned[node], "again": True}, {}) for node in self._fresh
+        }
+        if self.line.base.load == 0:  # no weights were given out yet: only the open question is asked again
+            if any(kind == "assign" for request in self._requests.values() for kind, _, _ in request.asked.values()):
+                return self._go_on({}, now)
+            return self._inquire(parts, self._go_on)
+        self.term += 1
+        parts |= {node: ("halt", {}, {}) for node in self._nodes if node not in self._fresh}
+        return self._inquire(parts, self._return)
+
+    def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
+        self._recovery = _Request(next(self._request_numbers), asked, then)
+        return self._ask(self._recovery)
+
+    def _return(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+        """All have told what they have kept: have them go back to the newest point that all have."""
+        kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
+        count = self.line.common(kept)
+        back = self.line.rewind(self.term, count or 0)
+        opened = [replace(entry.due) for entry in self._open]
+        self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
+        self._open.clear()
+        self._resume_standing(self.line.standing())
+        point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
+        asked: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {}
+        for node in replies:
+            own = self.line.newest(kept[node])
+            if own is not None:
+                asked[node] = ("return", {**point, "kept": own.to_json()}, {})
+            else:
+                arrays = self.spare(node)
+                if arrays is None:
+                    return [Failed(NodeLost(f"node {node!r} came back without what it had kept: resume the run"))]
+                layers = list(self.plan.layers_of(node))
+                asked[node] = ("load", {**point, "reset_optimizer": layers, "reset_round": True}, arrays)
+        return self._inquire(asked, self._go_on)
+
+    def _go_on(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+        """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
+        step = self.line.point().step
+        where = f"at the end of step {step}" if step >= 0 else "at the beginning"
+        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
+        self._fresh.clear()
+        for request in self._requests.values():
+            request.due = True
+        return effects + self._catch_up(now)
+
+    def _catch_up(self, now: float) -> list[Effect]:
+        """Once all issued steps have ended: issue what was taken back, training first, then ask what was not answered.
+
+        A question must not overtake a step: one that is skipped leaves the nodes idle for a moment.
+        """
+        if self._open or self._recovery is not None:
+            return []
+        if self._again:
+            evaluate = self._again[0].evaluate
+            ready = [due for due in self._again if due.evaluate == evaluate]
+            self._again = [due for due in self._again if due.evaluate != evaluate]
+            return self._publish(ready, now)
+        effects: list[Effect] = []
+        for request in self._requests.values():
+            if request.due:
+                request.due = False
+                effects += self._ask(request)
+        return effects
+
+    def _standing(self) -> Standing:
+        return Standing(self.loss_scale.value, self.loss_scale.good, self.skipped, self._skipped_in_row)
+
+    def _resume_standing(self, standing: Standing) -> None:
+        self.loss_scale.value, self.loss_scale.good = standing.loss_scale, standing.good
+        self.skipped, self._skipped_in_row = standing.skipped, standing.skipped_in_row
 
     # -- reports and commits
 
@@ -261,48 +448,56 @@ class Coordinator:
         effects: list[Effect] = []
         while self._open and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
-        return effects
+        return effects + self._catch_up(now)
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
-        if entry.evaluate or not entry.participants:
-            return [self._done(entry, applied=True)]
+        if entry.due.evaluate:
+            return self._done(entry, applied=True)
+        if not entry.participants:
+            return self._end(entry, applied=True)
         if not self.synchronous:
             return self._close_asynchronous(entry)
         sums, weights = self._add_replicas(entry)
         finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
-        scale = self.loss_scale.value
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
         if not finite:
-            return [*self._skip(entry, now, searching), self._done(entry, applied=False)]
+            return self._skip(entry, now, searching)
         self._skipped_in_row = 0
         commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
-        # A new scale is news to nodes that sat this step out too.
-        to = entry.participants if commit.loss_scale == scale else self._nodes
-        return [*self._commit(to, commit, sums, weights), self._done(entry, applied=True)]
+        to = self._nodes if self.loss_scale.dynamic else entry.participants
+        return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
         if not bad:
             self._skipped_in_row = 0
-            return [self._done(entry, applied=True)]
+            return self._end(entry, applied=True)
         self.skipped += 1
         self._skipped_in_row += 1
-        effects: list[Effect] = [self._done(entry, applied=False)]
+        effects = self._end(entry, applied=False)
         if self._skipped_in_row >= self.max_skipped:
             effects.append(Failed(self._not_finite(entry)))
         return effects
 
-    def _done(self, entry: _Open, *, applied: bool) -> StepDone:
+    def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
+        """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
+        counts = applied or not self.synchronous
+        self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, self._standing()))
+        return self._done(entry, applied=applied)
+
+    def _done(self, entry: _Open, *, applied: bool) -> list[Effect]:
+        if entry.due.told:
+            return []
         losses = {micro: pair for report in entry.reports.values() for micro, pair in report.losses.items()}
         total = weight = 0.0
         for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
             total += losses[micro][0]
             weight += losses[micro][1]
         metrics = {device: values for report in entry.reports.values() for device, values in report.metrics.items()}
-        samples = sum(share.samples for share in entry.draft.shares.values())
+        samples = sum(share.samples for share in entry.due.draft.shares.values())
         loss = total / weight if weight else math.nan
-        return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
+        return [StepDone(entry.step.step, loss, weight, samples, applied, metrics)]
 
     def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
@@ -311,11 +506,13 @@ class Coordinator:
         self.term += 1
         commit = Commit(entry.step.step, False, 1.0, self.loss_scale.value)
         effects: list[Effect] = [self._send(node, "commit", commit.meta()) for node in self._nodes]
+        self.line.cut(self.term, Point(self.line.base.load, entry.step.step - 1))
+        effects += self._end(entry, applied=False)
         if self._skipped_in_row >= self.max_skipped:
             return [*effects, Failed(self._not_finite(entry))]
-        again = [later.draft for later in self._open]
+        again = [later.due for later in self._open]
         self._open.clear()
-        return [*effects, *(self._publish(again, now, evaluate=False) if again else [])]
+        return [*effects, *(self._publish(again, now) if again else [])]
 
     def _not_finite(self, entry: _Open) -> RunError:
         reports = [(node, entry.reports[node]) for node in entry.participants]  # not in the order of their arrival

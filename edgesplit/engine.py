@@ -11,17 +11,19 @@ import numpy as np
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.data import Feed, rows
 from edgesplit.errors import FrameError, RunError
+from edgesplit.journal import Journal
 from edgesplit.kit import Kit
 from edgesplit.methods import method_of, order_of
-from edgesplit.node import NodeMachine, Outcome, Reckon, Run, Settle, Work
+from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Settle, Work
 from edgesplit.optimizers import OptimizerSpec
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Commit, Report
+from edgesplit.recovery import Point, one_kept, point_of
 from edgesplit.schedule import Action, Micro, Step, updated_layers
 from edgesplit.segments.base import Arrays, Output, Samples, SegmentRunner
 from edgesplit.task import Shard
 from edgesplit.transport.base import Message
-from edgesplit.weights import Latest, LayerStore, Stash, WeightPolicy
+from edgesplit.weights import Exported, Latest, LayerStore, Snapshot, Stash, WeightPolicy
 
 POLICIES: Mapping[str, Callable[[LayerStore, Sequence[str]], WeightPolicy]] = {"latest": Latest, "stash": Stash}
 """Weight policy by the name that the table of methods uses."""
@@ -34,10 +36,11 @@ class Engine:
         name: the node.
         assignment: its part in the run.
         kit: the Task made ready.
+        journal: where it keeps its state; None: nowhere.
     """
 
-    def __init__(self, name: str, assignment: Assignment, kit: Kit) -> None:
-        self.name, self.assignment, self.kit = name, assignment, kit
+    def __init__(self, name: str, assignment: Assignment, kit: Kit, journal: Journal | None = None) -> None:
+        self.name, self.assignment, self.kit, self.journal = name, assignment, kit, journal
         self.plan = Plan.from_json(assignment.plan)
         self.method = method_of(assignment.method)
         self.layers = self.plan.layers_of(name)
@@ -55,6 +58,7 @@ class Engine:
         self._adopted: int | None = None
         self._skipped: dict[tuple[int, int], int] = {}
         self._searching = False  # the last step was not finite: where does it begin?
+        self._point = Point(0, -1)  # the last load, and the last step that is final
 
     def _make_store(self) -> LayerStore:
         a, kit = self.assignment, self.kit
@@ -146,6 +150,8 @@ class Engine:
             return self._reckon(work)
         if isinstance(work, Settle):
             return self._settle(work)
+        if isinstance(work, Keep):
+            return self._keep(Point(self._point.load, work.step), work.term, full=False)
         return self._serve(work.message)
 
     def _run(self, run: Run) -> Outcome:
@@ -286,6 +292,8 @@ class Engine:
         step = work.step.step
         if work.evaluate:
             return Outcome(report=Report(step))
+        if self.journal is not None:
+            self.journal.flush()  # whoever hears of this step may count on the state after the one before
         if not self.method.synchronous:
             return Outcome(report=self._skips(step))
         if step not in self._begun:
@@ -295,7 +303,8 @@ class Engine:
         layers = {index[name]: pair for name, pair in told.layers.items()}
         culprit = told.nonfinite[0] if told.nonfinite else None
         report = Report(step, told.finite, layers, culprit=culprit, source=self._source())
-        return Outcome(report=report, arrays=self._sums(step, index))
+        problem = self.journal.problem if self.journal else None
+        return Outcome(report=report, arrays=self._sums(step, index), meta={"keeping": problem} if problem else {})
 
     def _source(self) -> str | None:
         """The first layer whose forwards made something not finite, where they looked; forget it."""
@@ -330,7 +339,10 @@ class Engine:
         if commit.apply:
             self.store.confirm(commit.step)
             self._begun = [step for step in self._begun if step > commit.step]
+            self._point = Point(self._point.load, commit.step)
             return Outcome()
+        if self.journal is not None:
+            self.journal.forget_after(Point(self._point.load, commit.step - 1))
         for step in reversed([step for step in self._begun if step >= commit.step]):
             self.store.rollback(step)
         self._begun = [step for step in self._begun if step < commit.step]
@@ -344,6 +356,12 @@ class Engine:
     # -- state in and out
 
     def _serve(self, message: Message) -> Outcome:
+        if self.journal is not None:
+            self.journal.flush()
+        if message.kind == "halt":
+            return Outcome(meta=self.kept())
+        if message.kind == "return":
+            return self._return(message)
         if message.kind == "fetch":
             return self._fetch(message)
         if message.kind == "load":
@@ -374,6 +392,47 @@ class Engine:
         self.store.load(parts["param"], parts["buffer"], parts["optimizer"])
         if message.meta.get("reset_round"):
             self.store.reset_round()
+        if "point" in message.meta:
+            self._point = point_of(message.meta["point"])
+            self._keep(self._point, message.term, full=True)
+            if self.journal is not None:
+                self.journal.flush()
+        return Outcome()
+
+    # -- what is kept, to come back to
+
+    def kept(self) -> dict[str, Any]:
+        """Say what this node has kept, for the coordinator."""
+        return {"kept": [kept.to_json() for kept in self.journal.kept()] if self.journal else []}
+
+    def _keep(self, point: Point, term: int, *, full: bool) -> Outcome:
+        if self.journal is not None:
+            (params, buffers, optimizer), weights = self.store.snapshot(frozen=full)
+            parts = {"param": params, "buffer": buffers, "optimizer": optimizer}
+            arrays = {f"{kind}/{name}": array for kind, named in parts.items() for name, array in named.items()}
+            arrays["round"] = np.array([weights[layer] for layer in self.store.layers], np.float64)
+            self.journal.keep(point, term, arrays, committed=self._point, full=full)
+        return Outcome()
+
+    def _return(self, message: Message) -> Outcome:
+        """Go back to a point that was kept, whatever is going on."""
+        point, kept = point_of(message.meta.get("point")), one_kept(message.meta.get("kept"))
+        held = self.journal.read(kept) if self.journal else None
+        if held is None or self.journal is None:
+            raise RunError(f"{self.name!r} cannot go back to step {point.step}: what it had kept is gone")
+        weights = held.pop("round").tolist()
+        parts: dict[str, dict[str, np.ndarray[Any, Any]]] = {"param": {}, "buffer": {}, "optimizer": {}}
+        for name, array in held.items():
+            kind, _, rest = name.partition("/")
+            parts[kind][rest] = array
+        arrays = Exported(parts["param"], parts["buffer"], parts["optimizer"])
+        self.store.restore(Snapshot(arrays, dict(zip(self.store.layers, weights, strict=True))))
+        self.journal.forget_after(kept.point)
+        self.loss_scale = float(message.meta.get("loss_scale", self.loss_scale))
+        self._point, self._begun, self._adopted, self._searching = point, [], None, False
+        self._runners.clear()
+        self._policies.clear()
+        self._skipped.clear()
         return Outcome()
 
     def _forget_optimizer(self, layers: Sequence[int]) -> None:

@@ -70,6 +70,10 @@ class NodeLost(TransportError):
     """A node that took part is gone."""
 
 
+class CoordinatorGone(RunError):
+    """The coordinator has not been there for so long that a node gives the run up."""
+
+
 class Within:
     """Context: an exception of the user's own code gets a note of the place that called it, see :func:`notes`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
@@ -252,6 +252,8 @@ class TimeoutOptions(Section):
     """for all nodes to join"""
     step_s: Positive = 120.0
     """for a step that makes no progress"""
+    broker_s: Positive = 120.0
+    """for a broker that cannot be reached"""
 
 
 class Experiment(Section):
@@ -299,8 +301,8 @@ class Experiment(Section):
     """non-finite steps in a row that are skipped before the run ends"""
     loss_scale: LossScale = "off"
     """what losses are multiplied by: `off`, `dynamic` or a number"""
-    on_node_lost: OnNodeLost = "stop"
-    """what happens when a node dies"""
+    on_node_lost: OnNodeLost = "wait=60s"
+    """what happens when a node is lost: `stop` the run, or `wait=60s` for it to come back (seconds)"""
     local: LocalOptions = Field(default_factory=LocalOptions)
     """a whole fleet on one machine"""
     broker: Broker = "embedded"
@@ -329,6 +331,16 @@ class Experiment(Section):
     def base(self) -> Path:
         """The folder that relative paths begin at: that of the file."""
         return self._base
+
+    @property
+    def on_lost(self) -> Literal["stop", "wait", "continue"]:
+        """What is done about a lost node."""
+        return "wait" if self.on_node_lost.startswith("wait") else cast(Literal["stop", "continue"], self.on_node_lost)
+
+    @property
+    def patience_s(self) -> float:
+        """How many seconds a lost node is waited for."""
+        return float(self.on_node_lost[5:-1]) if self.on_lost == "wait" else 0.0
 
     @property
     def topology_path(self) -> Path:
@@ -379,7 +391,7 @@ class Experiment(Section):
 
 NOT_YET = (
     NotYet("log", " with entries", bool, "metrics are in the run's folder; leave log empty"),
-    NotYet("on_node_lost", " other than stop", lambda value: value != "stop", "a lost node ends the run; use stop"),
+    NotYet("on_node_lost", " continue", lambda value: value == "continue", "use stop or wait=60s"),
     NotYet("plan.planner", " msp", lambda value: value == "msp", "use manual or even"),
 )
 

@@ -17,6 +17,12 @@ from edgesplit.protocol import Assignment
 from edgesplit.transport.base import Transport
 from edgesplit.worker import Worker
 
+RESTARTS_S = 60.0
+"""Within this time a process that is killed again and again is given up."""
+
+HANG_S = 5.0
+"""How long a process of this machine that is lost to the network may take to be heard again."""
+
 
 class Fleet(Protocol):
     """The nodes of a run, started and ended together."""
@@ -26,7 +32,11 @@ class Fleet(Protocol):
         ...
 
     def watch(self) -> None:
-        """Raise RunError where a node ended that should be there."""
+        """Start again what was killed; raise RunError where a node ended that should be there."""
+        ...
+
+    def changed(self, node: str, state: str) -> None:
+        """Learn what has become of a node, see :class:`NodeChanged`."""
         ...
 
     def stop(self, timeout: float) -> None:
@@ -42,6 +52,9 @@ class Elsewhere:
 
     def watch(self) -> None:
         """Nothing to watch: the transport tells."""
+
+    def changed(self, node: str, state: str) -> None:
+        """Nothing to do: somebody else starts it again."""
 
     def stop(self, timeout: float) -> None:
         """Nothing to stop: the coordinator has told them."""
@@ -80,6 +93,9 @@ class Threads:
     def watch(self) -> None:
         """A worker that fails tells the coordinator itself."""
 
+    def changed(self, node: str, state: str) -> None:
+        """Nothing to do: a thread does not get lost."""
+
     def stop(self, timeout: float) -> None:
         """Wait for the threads to end."""
         deadline = time.monotonic() + timeout
@@ -104,13 +120,23 @@ class Processes:
         logs: directory of the log files.
         count: processes to spread the nodes over; None: one a node.
         env: additions to the environment.
+        restarts: how often, in :data:`RESTARTS_S` seconds, a process that was killed is started again.
     """
 
     def __init__(
-        self, command: Sequence[str], logs: Path, *, count: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        count: int | None = None,
+        env: Mapping[str, str] | None = None,
+        restarts: int = 0,
     ) -> None:
         self._command, self._logs, self._count, self._env = list(command), logs, count, dict(env or {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._restarts = restarts
+        self._started_again: dict[str, list[float]] = {}
+        self._hanging: dict[str, float] = {}  # since when nothing was heard of a process that is there
 
     @property
     def pids(self) -> dict[str, int]:
@@ -122,22 +148,49 @@ class Processes:
         self._logs.mkdir(parents=True, exist_ok=True)
         count = min(self._count or len(nodes), len(nodes))
         for names in (nodes[i::count] for i in range(count)):
-            with (self._logs / f"{names[0]}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [*self._command, *names],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._env},
-                    start_new_session=True,  # Ctrl-C goes to this process, which ends them in order
-                )
-            self._processes[",".join(names)] = process
+            self._start(",".join(names))
+
+    def _start(self, names: str) -> None:
+        first = names.split(",", maxsplit=1)[0]
+        with (self._logs / f"{first}.log").open("ab") as log:
+            self._processes[names] = subprocess.Popen(
+                [*self._command, *names.split(",")],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._env},
+                start_new_session=True,  # Ctrl-C goes to this process, which ends them in order
+            )
 
     def watch(self) -> None:
-        """Raise RunError where a process has ended."""
-        for names, process in self._processes.items():
-            if process.poll() is not None:
+        """Start again what was killed, and kill what hangs; raise RunError where a process ended otherwise."""
+        for names, since in list(self._hanging.items()):
+            if time.monotonic() - since > HANG_S:
+                del self._hanging[names]
+                self._processes[names].kill()
+        for names, process in list(self._processes.items()):
+            if process.poll() is None:
+                continue
+            if process.returncode >= 0 or not self._may_restart(names):
                 raise RunError(f"the process of {names} {_ending(process.returncode)}{self._last_line(names)}")
+            if process.stdin is not None:
+                process.stdin.close()
+            self._hanging.pop(names, None)
+            self._start(names)
+
+    def _may_restart(self, names: str) -> bool:
+        now = time.monotonic()
+        recent = [at for at in self._started_again.get(names, []) if now - at < RESTARTS_S]
+        self._started_again[names] = [*recent, now]
+        return len(recent) < self._restarts
+
+    def changed(self, node: str, state: str) -> None:
+        """A process that is there and is not heard of may hang: it is given some time."""
+        names = next((names for names in self._processes if node in names.split(",")), None)
+        if names is not None and state == "lost" and self._restarts:
+            self._hanging.setdefault(names, time.monotonic())
+        elif names is not None:
+            self._hanging.pop(names, None)
 
     def _last_line(self, names: str) -> str:
         path = self._logs / f"{names.split(',', maxsplit=1)[0]}.log"
@@ -168,7 +221,12 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def node_command(broker: str, run: str, task: str | None = None) -> list[str]:
-    """Return the command line of node processes of this machine; node names follow."""
+def node_command(broker: str, run: str, task: str | None = None, *, state: Path) -> list[str]:
+    """Return the command line of node processes of this machine; node names follow.
+
+    Args:
+        state: where they keep theirs, each in a folder of its own.
+    """
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", broker, "--run", run, "--local"]
+    command += ["--state", str(state)]
     return [*command, "--task", task] if task else command

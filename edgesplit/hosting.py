@@ -98,6 +98,9 @@ def run_nodes(
     local: bool = False,
     threads: int = 1,
     deterministic: bool = False,
+    state: Path | None = None,
+    coordinator_s: float = 60.0,
+    broker_s: float = 120.0,
     on_step: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -108,6 +111,9 @@ def run_nodes(
         run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
+        state: where the nodes keep what they need to come back after a crash, each in a folder of its own; None: in
+            the user's folder for that.
+        coordinator_s, broker_s: how long, in seconds, they stay when the coordinator or the broker is gone.
         on_step: called with each step that one of the nodes has done its part of.
         say: told, in a line each, that a run is waited for and that a node has come to it.
 
@@ -125,9 +131,17 @@ def run_nodes(
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(broker, run=run, node=name, prefix=prefix) as transport:
+            with MqttTransport(broker, run=run, node=name, prefix=prefix, give_up=broker_s) as transport:
                 say(f"{name}: in run {run} at {broker}, waiting for the coordinator's word")
-                Worker(name, transport, kit, facts={"pid": os.getpid()}, on_step=on_step).run()
+                Worker(
+                    name,
+                    transport,
+                    kit,
+                    facts={"pid": os.getpid()},
+                    on_step=on_step,
+                    state=(state or state_directory(run)) / f"node-{name}",
+                    coordinator_s=coordinator_s,
+                ).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)
 
@@ -144,6 +158,12 @@ def run_nodes(
         if isinstance(error, EdgesplitError | KeyboardInterrupt):
             raise error
         raise RunError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def state_directory(run: str) -> Path:
+    """Return where nodes of this user keep their state in a run: ``$XDG_STATE_HOME/edgesplit/run-NAME``."""
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return home / "edgesplit" / f"run-{run}"
 
 
 def _prepare_torch(threads: int, deterministic: bool) -> None:

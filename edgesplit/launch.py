@@ -38,8 +38,8 @@ from edgesplit.transport.mqtt import MqttTransport
 
 PREDICTED_STEPS = 3
 
-GIVE_UP_S = 15.0
-"""How long a run waits for a broker that has gone: one that is started again needs a few seconds."""
+RESTARTS = 5
+"""How often in a minute a node's process that is killed is started again."""
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "134217728"}
 """For glibc: memory that a message was received into is used again, not given back and faulted in anew (a receiver of
@@ -87,10 +87,13 @@ def run(launch: Launch) -> dict[str, Any]:
     reference = {"reference": loaded.reference, "args": dict(loaded.args)}
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
-        broker = experiment.broker
+        broker, watch = experiment.broker, _nothing
         if broker == "embedded":
-            broker = stack.enter_context(EmbeddedBroker()).url
-        transport = stack.enter_context(MqttTransport(broker, run=folder.name, node=COORDINATOR, give_up=GIVE_UP_S))
+            embedded = stack.enter_context(EmbeddedBroker())
+            broker, watch = embedded.url, embedded.watch
+        transport = stack.enter_context(
+            MqttTransport(broker, run=folder.name, node=COORDINATOR, give_up=experiment.timeouts.broker_s)
+        )
         fleet = _fleet(experiment, broker, folder, loaded.reference, plan, launch)
         stack.callback(fleet.stop, 5.0)
         session = stack.enter_context(
@@ -102,6 +105,8 @@ def run(launch: Launch) -> dict[str, Any]:
                 transport=transport,
                 fleet=fleet,
                 reference=reference,
+                watch=watch,
+                identity=folder.identity,
                 directory=folder.path,
                 recorder=recorder,
                 callbacks=[Progress(experiment.rounds, style=launch.style)],
@@ -118,6 +123,10 @@ def run(launch: Launch) -> dict[str, Any]:
         return _write(folder, session, experiment, plan, predicted, seconds)
 
 
+def _nothing() -> None:
+    """What is watched of a broker that is not ours."""
+
+
 def _fleet(
     experiment: Experiment, broker: str, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
 ) -> Fleet:
@@ -129,13 +138,15 @@ def _fleet(
         for node in plan.nodes():
             launch.say(f"  edgesplit node {node} --broker {broker} --run {folder.name} --task {reference}")
         return Elsewhere()
-    command = node_command(broker, folder.name, reference)
+    command = node_command(broker, folder.name, reference, state=folder.path / "state")
+    command += ["--broker-s", str(experiment.timeouts.broker_s)]
     command += ["--threads", str(experiment.threads or 1)]
     if launch.deterministic:
         command.append("--deterministic")
     count = experiment.local.processes or min(len(plan.nodes()), 16)
     env = {"OMP_NUM_THREADS": str(experiment.threads or 1), **KEEP_MEMORY}
-    return Processes(command, folder.path / "logs", count=count, env=env)
+    restarts = 0 if experiment.on_lost == "stop" else RESTARTS
+    return Processes(command, folder.path / "logs", count=count, env=env, restarts=restarts)
 
 
 def _resume(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:

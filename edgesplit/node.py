@@ -23,6 +23,9 @@ from edgesplit.transport.base import DATA_KINDS, Message
 
 Key = tuple[str, int, int, int]
 
+HALTING = frozenset({"halt", "return"})
+"""Questions that end whatever a node is doing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -66,13 +69,21 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Work: keep the state after ``step``, whose updates have all been made, so that the node can come back to it."""
+
+    step: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
-    """Work: answer the coordinator's ``fetch`` or ``load``, between steps."""
+    """Work: answer a question of the coordinator's, between steps."""
 
     message: Message
 
 
-Work = Run | Reckon | Settle | Serve
+Work = Run | Reckon | Settle | Keep | Serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +161,8 @@ class NodeMachine:
         self._metrics: dict[int, dict[str, dict[str, tuple[float, float]]]] = {}
         self._commits: dict[int, Message] = {}
         self._verdicts: deque[Commit] = deque()  # on steps that are taken back or had no part for this node
+        self._keeps: deque[int] = deque()  # steps whose updates are made
+        self._passing: deque[int] = deque()  # steps that pass this node by, whose commits it must know nevertheless
         self._requests: deque[Message] = deque()
 
     # -- messages in
@@ -172,7 +185,19 @@ class NodeMachine:
             else:
                 self._roll_back(commit, message.term)
         else:
+            if message.kind in HALTING:
+                self._halt(message.term)
             self._requests.append(message)
+
+    def _halt(self, term: int) -> None:
+        """Drop all that was planned and all that is under way: the coordinator will say where to go on."""
+        self.term = term
+        for step in list(self._steps):
+            self._forget(step)
+        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests):
+            held.clear()
+        for named in (self._live, self._held, self._commits):
+            named.clear()
 
     def _roll_back(self, commit: Commit, term: int) -> None:
         """Drop what was planned from ``commit.step`` on; the engine's part is the next piece of work."""
@@ -180,6 +205,8 @@ class NodeMachine:
         self.term = term
         self._pending = deque(a for a in self._pending if self._micros[a.micro][0].step < commit.step)
         self._live = {key: live for key, live in self._live.items() if self._micros[key[1]][0].step < commit.step}
+        self._keeps = deque(step for step in self._keeps if step < commit.step)
+        self._passing = deque(step for step in self._passing if step < commit.step)
         for step in [step for step in self._steps if step.step >= commit.step]:
             self._forget(step)
         self._held = {key: message for key, message in self._held.items() if message.term >= term}
@@ -201,6 +228,8 @@ class NodeMachine:
                 self._left[step.step] = counts[step.step]
                 if sheet.evaluate:
                     self._evaluating.add(step.step)
+            elif sheet.everyone and step.micros:
+                self._passing.append(step.step)
 
     def _forwards(self, sheet: Sheet) -> list[Action]:
         return [
@@ -215,6 +244,8 @@ class NodeMachine:
 
     def next(self) -> Work | None:
         """Return the next piece of work, or None where something must arrive first. Changes nothing."""
+        if self._keeps:
+            return Keep(self._keeps[0], self.term)
         if self._verdicts and not (self._steps and self._steps[0].step < self._verdicts[0].step):
             return Settle(self._verdicts[0])
         if self._steps:
@@ -245,7 +276,7 @@ class NodeMachine:
         seen = 0
         earlier: list[Action] = []
         for action in self._pending:
-            if seen == self.window:
+            if seen == self.window or (self._passing and self._passing[0] < self._step_of(action)):
                 break
             run = self._ready(action, earlier)
             if run is not None:
@@ -321,6 +352,9 @@ class NodeMachine:
         if isinstance(work, Settle):
             self._done_settle(work.commit)
             return []
+        if isinstance(work, Keep):
+            self._keeps.popleft()
+            return []
         self._requests.popleft()
         self.loss_scale = work.message.meta.get("loss_scale", self.loss_scale)
         meta = {"request": work.message.meta.get("request"), **outcome.meta}
@@ -331,6 +365,8 @@ class NodeMachine:
         self._pending.remove(action)
         if action.op != "U" or not self.synchronous:
             self._left[run.step.step] -= 1
+        elif not any(a.op == "U" and self._step_of(a) == run.step.step for a in self._pending):
+            self._keeps.append(run.step.step)
         if action.op == "F":
             sends = self._done_forward(run, outcome)
         elif action.op in "BI":
@@ -389,6 +425,8 @@ class NodeMachine:
         self.loss_scale = commit.loss_scale
         if self._verdicts and commit is self._verdicts[0]:
             self._verdicts.popleft()
+            if self._passing and self._passing[0] == commit.step:
+                self._passing.popleft()
         else:
             self._forget(self._steps[0])
 
@@ -442,6 +480,8 @@ class NodeMachine:
             action = self._pending[0]
             step, micro = self._micros[action.micro]
             stages = self._routes[micro.device]
+            if self._passing and self._passing[0] < step.step:
+                return f"the commit of step {self._passing[0]}"
             if action.op == "U":
                 return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:

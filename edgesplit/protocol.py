@@ -38,10 +38,17 @@ def _finite(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The steps ahead. ``evaluate``: forwards only, over the devices' test sets, no update."""
+    """The steps ahead.
+
+    Attributes:
+        steps: in order.
+        evaluate: forwards only, over the devices' test sets, no update.
+        everyone: commits come to nodes that a step passes by, too, and those wait for them: the loss scale may change.
+    """
 
     steps: tuple[Step, ...]
     evaluate: bool = False
+    everyone: bool = False
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -54,14 +61,15 @@ class Sheet:
             }
             for step in self.steps
         ]
-        return {"steps": steps, "evaluate": self.evaluate}
+        return {"steps": steps, "evaluate": self.evaluate, "everyone": self.everyone}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Sheet:
         """Read a sheet. Raises FrameError where it is malformed."""
         steps = meta.get("steps")
         _need(isinstance(steps, list) and len(steps) <= MAX_STEPS, "sheet", "no list of steps")
-        return cls(tuple(_step(entry) for entry in steps), bool(meta.get("evaluate")))  # type: ignore[union-attr]
+        flags = (bool(meta.get(key)) for key in ("evaluate", "everyone"))
+        return cls(tuple(_step(entry) for entry in steps), *flags)  # type: ignore[union-attr]
 
 
 def _step(entry: Any) -> Step:
@@ -212,6 +220,8 @@ class Assignment:
         task: ``{"reference", "args", "dtype"}``, for nodes that import the Task.
         fingerprint: of the coordinator's chain.
         emulate: how the node plays a slower one, see ``emulation.py``; None: it does not.
+        run: identifies the run, also after its coordinator was started again.
+        again: the node has been told its part before, in another life.
     """
 
     plan: Mapping[str, Any]
@@ -230,6 +240,8 @@ class Assignment:
     task: Mapping[str, Any]
     fingerprint: str
     emulate: Mapping[str, Any] | None = None
+    run: str = ""
+    again: bool = False
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -239,13 +251,13 @@ class Assignment:
     def of(cls, meta: Mapping[str, Any]) -> Assignment:
         """Read an assignment. Raises FrameError where it is malformed."""
         values = {f.name: meta.get(f.name) for f in fields(cls)}
-        for name in ("method", "fingerprint"):
+        for name in ("method", "fingerprint", "run"):
             _need(isinstance(values[name], str), "assign", name)
         for name in ("plan", "codecs", "task"):
             _need(isinstance(values[name], dict), "assign", name)
         for name in ("shard", "optimizer", "emulate"):
             _need(values[name] is None or isinstance(values[name], dict), "assign", name)
-        for name in ("split_backward", "add_replicas", "barrier", "evaluate"):
+        for name in ("split_backward", "add_replicas", "barrier", "evaluate", "again"):
             _need(isinstance(values[name], bool), "assign", name)
         for name, least in (("window", 1), ("seed", 0), ("batch_size", 1)):
             _need(_whole(values[name]) and values[name] >= least, "assign", name)  # type: ignore[operator]

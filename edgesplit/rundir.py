@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -70,7 +71,8 @@ class RunDirectory:
             raise ExperimentError(f"{path} holds a run already: resume it with --resume, or choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            cls._write_key(path / "key")
+            if not (resume and (path / "key").exists()):  # nodes elsewhere may hold a copy
+                cls._write_key(path / "key")
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
         return cls(path, name or (f"{_as_name(path.name)}-{secrets.token_hex(3)}" if out is not None else path.name))
@@ -81,6 +83,12 @@ class RunDirectory:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
+
+    @property
+    def identity(self) -> str:
+        """What tells this run from another of the same name: made of its key, which it does not give away."""
+        key = (self.path / "key").read_bytes()
+        return str(hashlib.blake2b(key, digest_size=8, person=b"identity").hexdigest())
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file at once or not at all. Raises RunError where the disk does not take it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from edgesplit.assembly import Model, build_model
 from edgesplit.bringup import assign, make_conductor, make_federation, make_training
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
-from edgesplit.coordinator import StepDone
+from edgesplit.coordinator import NodeChanged, StepDone
 from edgesplit.errors import ExperimentError, NodeLost, RunError, TaskError, TransportTimeout, did_you_mean
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
@@ -62,6 +63,8 @@ class Session:
         recorder: gets the nodes' events.
         callbacks: see :class:`Callback`.
         on_step: called with each step that ends, by whatever drives it.
+        watch: called now and then; raises where something that the run needs has died.
+        identity: identifies the run, also when it is resumed; None: a new one.
         strategy: a Flower strategy object in place of the experiment's.
 
     Raises:
@@ -82,6 +85,8 @@ class Session:
         recorder: Recorder | None = None,
         callbacks: Iterable[Callback] = (),
         on_step: Callable[[StepDone], None] = lambda done: None,
+        watch: Callable[[], None] = lambda: None,
+        identity: str | None = None,
         strategy: Any = None,
         **keywords: Any,
     ) -> None:
@@ -91,7 +96,7 @@ class Session:
         self.experiment = experiment or options(**keywords)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
-        self._also_on_step = on_step
+        self._also_on_step, self._also_watch = on_step, watch
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
@@ -110,7 +115,8 @@ class Session:
             method,
             transport=self._transport,
             recorder=self.recorder,
-            watch=self._fleet.watch,
+            watch=self._watch,
+            on_node=self._on_node,
         )
         self.training = make_training(
             self._conductor,
@@ -124,7 +130,7 @@ class Session:
         try:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
-            assign(self.training, self.model, method, reference or {})
+            assign(self.training, self.model, method, reference or {}, identity or secrets.token_hex(8))
         except BaseException as error:
             self._fail(error)
             raise
@@ -324,6 +330,15 @@ class Session:
         self._also_on_step(done)
         for callback in self.callbacks:
             callback.on_step(done)
+
+    def _watch(self) -> None:
+        self._also_watch()
+        self._fleet.watch()
+
+    def _on_node(self, change: NodeChanged) -> None:
+        self._fleet.changed(change.node, change.state)
+        for callback in self.callbacks:
+            callback.on_node(change)
 
     def _fail(self, error: BaseException) -> None:
         """Stop the fleet, and raise the error anew where the other nodes can say what they were waiting for."""

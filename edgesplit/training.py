@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgesplit.codecs import pack, unpack
+from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.conductor import Conductor
 from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
@@ -117,12 +117,15 @@ class Training:
         self.params, self.buffers = params, buffers
         self.on_step = on_step
         self.held: dict[str, Held] = {}
+        self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
         self.participation: dict[str, int] = {}
         self.federation = federation
         self._groups = groups_of(plan)
         self._shared = {key: g for key, g in self._groups.items() if len(g[1]) > 1 and self._takes_part(g[1])}
+        self._given: dict[str, Arrays] = {}  # what each node held when the weights were last given out, if it is known
+        conductor.coordinator.spare = self._spare
 
     def _takes_part(self, nodes: Sequence[str]) -> bool:
         """Whether ``federation.tiers`` lets these replicas be aggregated (default: all)."""
@@ -137,8 +140,9 @@ class Training:
     def load(self, held: Mapping[str, Held] | None = None) -> None:
         """Give every node its layers: the model's weights, or what ``held`` says it had."""
         to = {}
+        given = {}
         for node in self.plan.nodes():
-            arrays = held[node].arrays if held else self._initial(node)
+            arrays = given[node] = dict(held[node].arrays) if held else self._initial(node)
             meta = {
                 "reset_optimizer": list(self.plan.layers_of(node)),
                 "reset_round": True,
@@ -146,16 +150,22 @@ class Training:
             }
             to[node] = (meta, pack(arrays, "raw"))
         self.conductor.ask("load", to)
+        self._given = given
 
     def _initial(self, node: str) -> Arrays:
         params, buffers = self.names.of(self.plan.layers_of(node))
         arrays = {f"param/{name}": self.params[name] for name in params}
         return arrays | {f"buffer/{name}": self.buffers[name] for name in buffers}
 
+    def _spare(self, node: str) -> dict[str, Packed] | None:
+        """What a node held when the weights were last given out; None where its optimizer's state is not known."""
+        return pack(self._given[node], "raw") if node in self._given else None
+
     def fetch(self, *, optimizer: bool) -> None:
         """Ask every node for what it holds."""
         replies = self.conductor.ask("fetch", {node: ({"optimizer": optimizer}, {}) for node in self.plan.nodes()})
         self.held = {node: self._read(node, reply) for node, reply in replies.items()}
+        self._whole = optimizer
 
     def _read(self, node: str, reply: Message) -> Held:
         rows = reply.meta.get("weights")
@@ -268,6 +278,7 @@ class Training:
         reset = self._reset(results)
         meta = {node: {"reset_round": True, "reset_optimizer": reset} for node in changed}
         self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
+        self._given = {node: dict(held.arrays) for node, held in self.held.items()} if self._whole else {}
 
     def _reset(self, results: Mapping[str, Arrays]) -> list[int]:
         """Return the layers whose optimizers start anew: under ``reset`` those that were aggregated."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import heapq
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout, notes
+from edgesplit.errors import CoordinatorGone, EdgesplitError, RunError, TransportError, TransportTimeout, notes
+from edgesplit.journal import Journal
 from edgesplit.kit import Kit
 from edgesplit.node import NodeMachine, Run, Work
+from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Send
 from edgesplit.schedule import Event
 from edgesplit.task import COORDINATOR
@@ -33,6 +37,8 @@ class Worker:
         patience: seconds without any message, while something is awaited, that end it.
         facts: what its hello says of it (process id, versions).
         on_step: called with each step that this node has done its part of.
+        state: a directory of its own, where it keeps what it needs to come back after a crash; None: it keeps nothing.
+        coordinator_s: how long, in seconds, it stays when the coordinator is gone.
         clock: seconds since the epoch; the same for all nodes of a host.
     """
 
@@ -45,11 +51,17 @@ class Worker:
         patience: float = 300.0,
         facts: Mapping[str, Any] | None = None,
         on_step: Callable[[], None] = lambda: None,
+        state: Path | None = None,
+        coordinator_s: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
         self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
-        self._on_step = on_step
+        self._on_step, self._state, self._coordinator_s = on_step, state, coordinator_s
+        self._life = secrets.token_hex(8)
+        self._coordinator: str | None = None  # the boot of the one that is there
+        self._gone: tuple[float, str] | None = None  # since when it is not (monotonic), and why
+        self._journal: Journal | None = None
         self._machine: NodeMachine | None = None
         self._engine: Engine | None = None
         self._emulator: Emulator | None = None
@@ -66,7 +78,7 @@ class Worker:
             EdgesplitError: the node cannot go on, and the coordinator has been told; or that has told of an error.
         """
         inbox = self._transport.mailbox(self.name)
-        self._tell("hello", self._facts)
+        self._greet()
         try:
             while not self._stopped:
                 self._turn(inbox)
@@ -75,6 +87,9 @@ class Worker:
                 self._last_words("failed", {"error": _one_line(error), "waiting_for": self._waiting_for()})
                 raise
             self._stop(stop)  # the run has ended already, and this is the echo of its end
+        finally:
+            if self._journal is not None:  # what was kept is of use until the run has ended as it should
+                self._journal.close(remove=self._stopped and self._told_error is None)
         if self._told_error is not None:
             raise RunError(self._told_error)
 
@@ -93,10 +108,12 @@ class Worker:
         self._overslept(0.0)
         if not self._due:
             try:
-                self._receive(inbox.get(self.patience, what or "the coordinator"))
+                self._receive(inbox.get(self._patience_left(), what or "the coordinator"))
             except TransportTimeout:
-                # An idle node waits as long as the coordinator is there: the transport tells.
-                if what is not None or inbox.failed:
+                if self._gone is not None:
+                    self._leave()
+                # As long as the coordinator is there, it is the one to judge; the transport tells when it is not.
+                elif (what is not None and self._coordinator is None) or inbox.failed:
                     raise
             return
         pause = self._due[0][0] - self._clock()
@@ -107,6 +124,17 @@ class Worker:
                 if inbox.failed:
                     raise
                 self._overslept(self._clock() - self._due[0][0])
+
+    def _patience_left(self) -> float:
+        if self._gone is None:
+            return self.patience
+        return min(self._gone[0] + self._coordinator_s - time.monotonic(), self.patience)
+
+    def _leave(self) -> None:
+        if self._gone is not None and time.monotonic() - self._gone[0] >= self._coordinator_s:
+            raise CoordinatorGone(
+                f"the coordinator is gone ({self._gone[1]}) and did not come back within {self._coordinator_s:g} s"
+            )
 
     def _overslept(self, seconds: float) -> None:
         if self._emulator is not None:
@@ -133,8 +161,18 @@ class Worker:
             self._machine.receive(heapq.heappop(self._due)[2])
 
     def _status(self, message: Message) -> None:
-        if message.sender == COORDINATOR and message.meta.get("state") == "offline":
-            raise RunError(f"the coordinator is gone ({message.meta.get('reason') or 'its connection closed'})")
+        if message.sender != COORDINATOR:
+            return
+        if message.meta.get("state") == "offline":
+            self._gone = time.monotonic(), str(message.meta.get("reason") or "its connection closed")
+            return
+        boot, self._gone = str(message.meta.get("boot")), None
+        if self._coordinator not in (None, boot):
+            self._greet()  # it was started again, and knows nobody
+        self._coordinator = boot
+
+    def _greet(self) -> None:
+        self._tell("hello", {**self._facts, "life": self._life})
 
     def _assign(self, message: Message) -> None:
         assignment = Assignment.of(message.meta)
@@ -144,12 +182,23 @@ class Worker:
                 f"the task on {self.name!r} is not the coordinator's "
                 f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
             )
-        self._engine = Engine(self.name, assignment, kit)
-        self._transport.probe(self._engine.neighbours(), PROBE_S)
+        self._open_journal(assignment, kit)
+        self._engine = Engine(self.name, assignment, kit, self._journal)
+        if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
+            self._transport.probe(self._engine.neighbours(), PROBE_S)
         self._machine = self._engine.machine()
+        self._machine.term = message.term
         if assignment.emulate is not None:
             self._emulator = Emulator(self.name, assignment.emulate)
-        self._tell("assigned", {"request": message.meta.get("request"), "sizes": self._engine.sizes()})
+        told = {"sizes": self._engine.sizes(), **self._engine.kept()}
+        self._tell("assigned", {"request": message.meta.get("request"), **told})
+
+    def _open_journal(self, assignment: Assignment, kit: Kit) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        if self._state is not None:
+            layers = Plan.from_json(assignment.plan).layers_of(self.name)
+            self._journal = Journal(self._state, run=assignment.run, layers=f"{kit.fingerprint} {layers}")
 
     def _stop(self, message: Message) -> None:
         meta = {"request": message.meta.get("request"), "waiting_for": self._waiting_for(), **self._take_events()}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
@@ -391,7 +391,7 @@ def test_a_scale_that_grows_is_told_to_all() -> None:
     c = make(TREE, loss_scale=LossScale(4.0, dynamic=True, growth_interval=2))
     c.issue([draft(0, "d1"), draft(1, "d1")], 0.0)
     first = commits(feed(c, report("d1", 0), report("c", 0)))
-    assert {n: commit.loss_scale for n, commit in first.items()} == {"d1": 4.0, "c": 4.0}
+    assert {n: commit.loss_scale for n, commit in first.items()} == {"d1": 4.0, "d2": 4.0, "c": 4.0}
     second = commits(feed(c, report("d1", 1), report("c", 1)))
     assert {n: commit.loss_scale for n, commit in second.items()} == {"d1": 8.0, "d2": 8.0, "c": 8.0}
 
@@ -424,9 +424,9 @@ def test_the_timeout_of_a_request_names_who_has_not_answered() -> None:
 def test_a_node_that_is_lost(reason: str, shown: str) -> None:
     c = make()
     gone = Message(kind="status", sender="c", meta={"state": "offline", "reason": reason})
-    assert feed(c, gone) == [], "nobody waits for it"
+    assert feed(c, gone) == [NodeChanged("c", "lost", shown)], "nobody waits for it"
     c.issue([draft(3)], 0.0)
-    assert feed(c, Message(kind="status", sender="c", meta={"state": "online"})) == []
+    assert feed(c, Message(kind="status", sender="c", meta={"state": "online"})) == [NodeChanged("c", "back")]
     error = failure(feed(c, gone))
     assert isinstance(error, NodeLost)
     assert str(error) == f"node 'c' was lost in step 3 ({shown})"

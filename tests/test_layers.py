@@ -22,14 +22,14 @@ LAYERS = [
     {"errors"},
     {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
     {
-        "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets",
+        "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
         "transport.base", "transport.frames", "segments.base", "segments.random",
     },
     {
-        "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data", "emulation",
-        "transport", "segments.masks",
+        "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
+        "emulation", "transport", "segments.masks",
     },
-    {"kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"journal", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",

@@ -9,7 +9,7 @@ import pytest
 
 from edgesplit.errors import EdgesplitError, FrameError
 from edgesplit.methods import order_of
-from edgesplit.node import NodeMachine, Outcome, Reckon, Run, Serve, Settle, Work
+from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Serve, Settle, Work
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
@@ -73,6 +73,8 @@ def told(work: Work) -> str:
             return f"reckon {step.step}"
         case Settle(commit):
             return f"{'apply' if commit.apply else 'back'} {commit.step}"
+        case Keep(number):
+            return f"keep {number}"
         case Serve(message):
             return message.kind
 
@@ -117,7 +119,7 @@ def test_a_step_on_the_middle_node() -> None:
     e.get(data("act", "d", 1, 0), data("act", "d", 1, 1))
     assert e.run() == ["1F0", "1F1"]
     e.get(data("grad", "c", 1, 0), data("grad", "c", 1, 1))
-    assert e.run() == ["1B0", "1B1", "reckon 0", "1U1"]
+    assert e.run() == ["1B0", "1B1", "reckon 0", "1U1", "keep 0"]
     e.get(commit(0))
     assert e.run() == ["apply 0"]
     assert e.memory == {}
@@ -135,7 +137,7 @@ def test_messages_that_come_before_their_sheet_are_kept() -> None:
     c.get(data("target", "d", 2, 0), data("act", "e", 2, 0))
     assert c.run() == []
     c.get(sheet(step(0, [0])))
-    assert c.run() == ["2F0", "2B0", "reckon 0", "2U0"]
+    assert c.run() == ["2F0", "2B0", "reckon 0", "2U0", "keep 0"]
     assert c.sent[-1].message.meta["losses"] == [[0, 3.0, 2.0]]
 
 
@@ -157,7 +159,7 @@ def test_labels_of_a_u_shape_stay_on_the_device() -> None:
     d.get(data("act", "e", 2, 0))
     assert d.run() == ["2F0", "2B0", "2U0"]
     d.get(data("grad", "e", 0, 0))
-    assert d.run() == ["0B0", "reckon 0", "0U0"]
+    assert d.run() == ["0B0", "reckon 0", "0U0", "keep 0"]
     d.get(commit(0))
     assert d.run() == ["apply 0"]
     assert d.memory == {}
@@ -167,14 +169,14 @@ def test_a_wholly_frozen_part_sends_and_awaits_nothing() -> None:
     e = Driven("e")
     act = Message(kind="act", sender="d", stage=1, micro=0, weight=2.0, meta={"needs": []})
     e.get(sheet(step(0, [0])), act)
-    assert e.run(Outcome(weight=2.0)) == ["1F0", "1B0", "reckon 0", "1U0"]
+    assert e.run(Outcome(weight=2.0)) == ["1F0", "1B0", "reckon 0", "1U0", "keep 0"]
     assert [s.message.kind for s in e.sent] == ["act", "report"]
 
 
 def test_halves_of_a_backward() -> None:
     e = Driven("e", split=True)
     e.get(sheet(step(0, [0])), data("act", "d", 1, 0), data("grad", "c", 1, 0))
-    assert e.run() == ["1F0", "1I0", "1W0", "reckon 0", "1U0"]
+    assert e.run() == ["1F0", "1I0", "1W0", "reckon 0", "1U0", "keep 0"]
     assert [s.message.kind for s in e.sent] == ["act", "grad", "report"]
 
 
@@ -193,10 +195,10 @@ def test_window_looks_past_what_is_not_ready() -> None:
 def test_at_most_one_version_is_uncommitted() -> None:
     d = Driven("d")
     d.get(sheet(step(0, [0]), step(1, [1]), step(2, [2])), data("grad", "e", 0, 0), data("grad", "e", 0, 1))
-    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "0F1", "0B1", "reckon 1"]
+    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "keep 0", "0F1", "0B1", "reckon 1"]
     assert d.machine.waiting_for() == "the commit of step 0"
     d.get(commit(0))
-    assert d.run() == ["apply 0", "0U1", "0F2"]
+    assert d.run() == ["apply 0", "0U1", "keep 1", "0F2"]
 
 
 def test_a_barrier_updates_with_the_answer_only() -> None:
@@ -209,7 +211,7 @@ def test_a_barrier_updates_with_the_answer_only() -> None:
     assert isinstance(work, Run)
     assert work.commit is not None
     assert Commit.of(work.commit.meta).clip == 0.5
-    assert d.run() == ["0U0", "apply 0", "0F1"]
+    assert d.run() == ["0U0", "keep 0", "apply 0", "0F1"]
     assert d.machine.loss_scale == 4.0
     assert d.sent[-1].message.loss_scale == 4.0
 
@@ -224,7 +226,7 @@ def test_a_commit_before_the_last_update() -> None:
         done.append(told(work))
         d.machine.done(work, outcome_of(work))
     d.get(commit(0))
-    assert d.run() == ["0U0", "apply 0"]
+    assert d.run() == ["0U0", "keep 0", "apply 0"]
     assert d.memory == {}
 
 
@@ -239,23 +241,48 @@ def test_forwards_of_a_step_are_not_held_up_by_its_own_updates() -> None:
     assert c.run()[-1] == "reckon 0", c.ran
     assert "1U3" not in c.ran
     c.get(commit(0))
-    assert c.run() == ["1U3", "2U3", "apply 0"]
+    assert c.run() == ["1U3", "2U3", "keep 0", "apply 0"]
 
 
 # --- steps that are taken back --------------------------------------------------------------------------------------
 
 
+def test_a_step_that_passes_the_node_by_is_waited_for_where_its_commit_concerns_all() -> None:
+    d = Driven("d1", TREE)
+    others = Sheet((step(0, [0], "d2"), step(1, [1], "d1")), everyone=True)
+    d.get(control("sheet", others.meta()))
+    assert d.run() == []
+    assert d.machine.waiting_for() == "the commit of step 0"
+    d.get(commit(0, loss_scale=2.0))
+    assert d.run() == ["apply 0", "0F1"]
+    assert d.machine.loss_scale == 2.0
+
+
+def test_a_halt_drops_all_that_is_planned_and_under_way() -> None:
+    d = Driven("d")
+    d.get(sheet(step(0, [0, 1]), step(1, [2])), commit(0), control("fetch", {"request": 1}))
+    assert d.run()[0] == "0F0"
+    d.get(data("grad", "e", 0, 0), control("halt", {"request": 2}, term=3))
+    assert d.machine.term == 3
+    assert d.run() == ["halt"]
+    assert d.memory == {}
+    d.get(sheet(step(0, [3, 4]), term=2), data("grad", "e", 0, 3, term=2))
+    assert d.memory == {}, "of an older term"
+    d.get(sheet(step(0, [5]), term=3))
+    assert d.run() == ["0F5"]
+
+
 def test_rollback_drops_later_steps_and_their_messages() -> None:
     e = Driven("e")
     e.get(sheet(step(0, [0]), step(1, [1])), *(data("act", "d", 1, m) for m in (0, 1)), data("grad", "c", 1, 0))
-    assert e.run() == ["1F0", "1B0", "reckon 0", "1U0", "1F1"]
+    assert e.run() == ["1F0", "1B0", "reckon 0", "1U0", "keep 0", "1F1"]
     e.get(data("act", "d", 1, 7), commit(0, apply=False, term=1))
     assert e.run() == ["back 0"]
     assert e.memory == {}
     e.get(data("grad", "c", 1, 1))  # on its way from before
     assert e.memory == {}
     e.get(sheet(step(1, [2]), term=1), data("act", "d", 1, 2, term=1), data("grad", "c", 1, 2, term=1))
-    assert e.run() == ["1F2", "1B2", "reckon 1", "1U2"]
+    assert e.run() == ["1F2", "1B2", "reckon 1", "1U2", "keep 1"]
     assert {s.message.term for s in e.sent[-3:]} == {1}
 
 
@@ -283,11 +310,11 @@ def test_rollback_of_a_step_that_passed_the_node_by() -> None:
     """``d1`` takes no part in step 1; its step 0 is not committed and step 2 has begun when step 1 is taken back."""
     d = Driven("d1", TREE)
     d.get(sheet(step(0, [0], "d1"), step(1, [1], "d2"), step(2, [2], "d1")), data("grad", "e", 0, 0))
-    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "0F2"]
+    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "keep 0", "0F2"]
     d.get(commit(0), commit(1, apply=False, term=1), sheet(step(2, [3], "d1"), term=1))
     assert d.run() == ["apply 0", "back 1", "0F3"]
     d.get(data("grad", "e", 0, 2), data("grad", "e", 0, 3, term=1))
-    assert d.run() == ["0B3", "reckon 2", "0U3"]
+    assert d.run() == ["0B3", "reckon 2", "0U3", "keep 2"]
     d.get(commit(2, term=1))
     assert d.run() == ["apply 2"]
     assert d.memory == {}
@@ -298,7 +325,7 @@ def test_a_rollback_waits_for_the_update_of_the_step_before() -> None:
     d.get(sheet(step(0, [0], "d1"), step(1, [1], "d2"), step(2, [2], "d1")), data("grad", "e", 0, 0))
     assert d.run() == ["0F0", "0B0", "reckon 0"]
     d.get(commit(0), commit(1, apply=False, term=1))
-    assert d.run() == ["0U0", "apply 0", "back 1"]
+    assert d.run() == ["0U0", "keep 0", "apply 0", "back 1"]
     assert d.memory == {}
 
 
@@ -332,7 +359,7 @@ def test_steps_that_pass_a_node_by_leave_nothing_behind() -> None:
 def test_a_fetch_waits_until_the_open_steps_are_settled() -> None:
     d = Driven("d")
     d.get(sheet(step(0, [0])), control("fetch", {"request": 5}), data("grad", "e", 0, 0))
-    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0"]
+    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "keep 0"]
     d.get(commit(0))
     assert d.run(Outcome(meta={"weights": []})) == ["apply 0", "fetch"]
     assert d.sent[-1].message.kind == "fetched"

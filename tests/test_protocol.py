@@ -27,7 +27,7 @@ REPORT: dict[str, Any] = {
 ASSIGN: dict[str, Any] = {
     "plan": {}, "method": "1f1b", "window": 1, "split_backward": False, "add_replicas": False, "barrier": True,
     "seed": 0, "codecs": {"c": "fp16"}, "optimizer": None, "batch_size": 4, "loss_scale": 1.0, "shard": None,
-    "evaluate": False, "task": {}, "fingerprint": "f", "emulate": None,
+    "evaluate": False, "task": {}, "fingerprint": "f", "emulate": None, "run": "r", "again": False,
 }  # fmt: skip
 KINDS = [(Sheet, SHEET), (Commit, COMMIT), (Report, REPORT), (Assignment, ASSIGN)]
 

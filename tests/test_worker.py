@@ -12,6 +12,7 @@ import pytest
 
 from edgesplit.codecs import pack, unpack
 from edgesplit.errors import (
+    CoordinatorGone,
     EdgesplitError,
     FrameError,
     PlanError,
@@ -104,7 +105,7 @@ def start() -> Iterator[Start]:
 def test_a_device_through_a_step(start: Start) -> None:
     d = start()
     told = d.assign()
-    assert told.meta == {"request": 3, "sizes": {"train": [4, 4], "test": [4, 4]}}
+    assert told.meta == {"request": 3, "sizes": {"train": [4, 4], "test": [4, 4]}, "kept": []}
     d.load()
     d.tell("sheet", Sheet((STEP,)).meta())
     acts = [d.took("c", kind) for kind in ("act", "target", "act", "target")]
@@ -214,13 +215,26 @@ def test_messages_that_make_no_sense(start: Start, kind: str, meta: dict[str, An
 
 
 def test_the_coordinator_is_gone(start: Start) -> None:
-    d = start()
+    d = start(coordinator_s=0.1)
     d.assign()
     d.tell("status", {"state": "offline", "reason": "killed"}, sender="c")
     d.tell("status", {"state": "online"})
     d.tell("status", {"state": "offline", "reason": "keep-alive ran out"})
     told, error = failed(d)
-    assert told == str(error) == "the coordinator is gone (keep-alive ran out)"
+    assert isinstance(error, CoordinatorGone)
+    assert told == str(error) == "the coordinator is gone (keep-alive ran out) and did not come back within 0.1 s"
+
+
+def test_a_coordinator_that_was_started_again_is_greeted(start: Start) -> None:
+    d = start(coordinator_s=5.0)
+    d.tell("status", {"state": "online", "boot": "1"})
+    d.tell("status", {"state": "offline", "reason": "killed"})
+    d.tell("status", {"state": "online", "boot": "1"})  # it was only away
+    d.tell("status", {"state": "offline", "reason": "killed"})
+    d.tell("status", {"state": "online", "boot": "2"})
+    again = d.took("coordinator", "hello")
+    assert again.meta["life"]
+    d.assign()
 
 
 def test_others_cannot_assign_or_stop(start: Start) -> None:

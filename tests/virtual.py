@@ -21,9 +21,10 @@ from typing import Any
 from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, Replied, StepDone
 from edgesplit.methods import METHODS, order_of
-from edgesplit.node import NodeMachine, Outcome, Reckon, Run, Serve, Settle, Work
+from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Serve, Settle, Work
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Report, Send
+from edgesplit.recovery import Kept, Point, one_kept, point_of
 from edgesplit.schedule import Action, Step
 from edgesplit.sheets import Cutting, Draft
 from edgesplit.task import COORDINATOR
@@ -32,7 +33,7 @@ from edgesplit.transport.base import DATA_KINDS, Message
 MASK = (1 << 64) - 1
 MEMORY = (
     "_pending", "_held", "_micros", "_live", "_steps", "_left", "_reported", "_evaluating", "_losses", "_metrics",
-    "_commits", "_verdicts", "_requests",
+    "_commits", "_verdicts", "_requests", "_keeps", "_passing",
 )  # fmt: skip
 """What a NodeMachine remembers; all of it must be empty when nothing is going on."""
 
@@ -145,11 +146,50 @@ class _Pass:
     scale: int = 0
 
 
+State = tuple[dict[int, int], dict[int, float]]
+
+
+@dataclass
+class Disk:
+    """In place of :class:`edgesplit.journal.Journal`: what a crash leaves, and what it may lose."""
+
+    kept: dict[Point, tuple[int, State]] = field(default_factory=dict)
+    unwritten: dict[Point, tuple[int, State]] = field(default_factory=dict)
+
+    def flush(self) -> None:
+        self.kept |= self.unwritten
+        self.unwritten.clear()
+
+    def crash(self, rng: Random) -> None:
+        for point in list(self.unwritten):
+            if rng.random() < 0.5:
+                self.kept[point] = self.unwritten[point]
+        self.unwritten.clear()
+
+    def forget_after(self, point: Point) -> None:
+        self.flush()
+        self.kept = {p: held for p, held in self.kept.items() if p <= point}
+
+    def prune(self, committed: Point) -> None:
+        self.flush()
+        points = [p for p in self.kept if p.load == committed.load]
+        last = max((p for p in points if p.step < committed.step), default=None)
+        if last is not None:
+            base = min(points)
+            self.kept = {p: held for p, held in self.kept.items() if p >= last or p == base}
+
+    def read(self, kept: Kept) -> State:
+        term, (weights, total) = self.kept[kept.point]
+        assert term == kept.term
+        return dict(weights), dict(total)
+
+
 class IntEngine:
     """In place of :class:`edgesplit.engine.Engine`."""
 
-    def __init__(self, name: str, case: Case, scale: float) -> None:
+    def __init__(self, name: str, case: Case, scale: float, disk: Disk | None = None) -> None:
         self.name, self.case, self.loss_scale = name, case, scale
+        self.disk, self.point = disk or Disk(), Point(0, -1)
         self.layers = case.plan.layers_of(name)
         self.weights = {layer: initial(layer) for layer in self.layers}
         self.total: dict[int, float] = dict.fromkeys(self.layers, 0.0)
@@ -174,6 +214,8 @@ class IntEngine:
             return self.reckon(work)
         if isinstance(work, Settle):
             return self.settle(work.commit)
+        if isinstance(work, Keep):
+            return self.keep(Point(self.point.load, work.step), work.term)
         return self.serve(work.message)
 
     def span(self, run: Run) -> range:
@@ -295,6 +337,7 @@ class IntEngine:
         step = work.step.step
         if work.evaluate:
             return Outcome(report=Report(step))
+        self.disk.flush()
         finite = self.name not in self.case.poison.get(step, ())
         if not self.case.synchronous:
             return Outcome(report=Report(step, skipped=int(not finite)))
@@ -313,7 +356,9 @@ class IntEngine:
             self.reckoned.pop(commit.step, None)
             for layer, (_, weight) in self.sums.pop(commit.step, {}).items():
                 self.total[layer] += weight
+            self.point = Point(self.point.load, commit.step)
             return Outcome()
+        self.disk.forget_after(Point(self.point.load, commit.step - 1))
         for step in sorted((s for s in self.undo if s >= commit.step), reverse=True):
             self.weights |= self.undo.pop(step)
         self.sums = {step: sums for step, sums in self.sums.items() if step < commit.step}
@@ -322,7 +367,35 @@ class IntEngine:
         self.live.clear()
         return Outcome()
 
+    def keep(self, point: Point, term: int) -> Outcome:
+        total = dict(self.total)
+        for step in self.undo:
+            for layer, (_, weight) in self.sums.get(step, {}).items():
+                total[layer] += weight
+        self.disk.unwritten[point] = term, (dict(self.weights), total)
+        if len(self.disk.kept) > 3:
+            self.disk.prune(self.point)
+        return Outcome()
+
+    def told(self) -> dict[str, Any]:
+        return {"kept": [Kept(point, term).to_json() for point, (term, _) in self.disk.kept.items()]}
+
+    def go_back(self, message: Message) -> Outcome:
+        self.point = point_of(message.meta["point"])
+        kept = one_kept(message.meta["kept"])
+        self.weights, self.total = self.disk.read(kept)
+        self.disk.forget_after(kept.point)
+        self.loss_scale = message.meta["loss_scale"]
+        for held in (self.sums, self.undo, self.live, self.pending, self.scales, self.reckoned):
+            held.clear()
+        return Outcome()
+
     def serve(self, message: Message) -> Outcome:
+        self.disk.flush()
+        if message.kind == "halt":
+            return Outcome(meta=self.told())
+        if message.kind == "return":
+            return self.go_back(message)
         assert not self.undo, "between two steps nothing is uncommitted"
         if message.kind == "fetch":
             arrays = wrap(**{str(layer): weight for layer, weight in self.weights.items()})
@@ -331,6 +404,10 @@ class IntEngine:
             assert int(name) in self.weights
             self.weights[int(name)] = value
         self.total = dict.fromkeys(self.layers, 0.0)
+        self.loss_scale = message.meta.get("loss_scale", self.loss_scale)
+        self.point = point_of(message.meta["point"])
+        self.keep(self.point, message.term)
+        self.disk.flush()
         return Outcome()
 
 

@@ -37,7 +37,9 @@ def processes(
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgesplit-bench-")))
         transport = stack.enter_context(MqttTransport(url, run=run, node=COORDINATOR))
-        fleet = Processes(node_command(url, run, experiment.task), logs, env={"OMP_NUM_THREADS": "1"})
+        fleet = Processes(
+            node_command(url, run, experiment.task, state=logs / "state"), logs, env={"OMP_NUM_THREADS": "1"}
+        )
         stack.callback(fleet.stop, 5.0)
         reference = {"reference": experiment.task, "args": {}}
         yield stack.enter_context(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,13 @@ def register(app: typer.Typer) -> None:
         deterministic: Annotated[
             bool, typer.Option("--deterministic", help="Torch's deterministic algorithms.")
         ] = False,
+        state: Annotated[
+            Path | None, typer.Option(help="Folder for what the node needs to come back after a crash.")
+        ] = None,
+        coordinator_s: Annotated[
+            float, typer.Option(help="Seconds that it stays when the coordinator is gone.", min=0)
+        ] = 60.0,
+        broker_s: Annotated[float, typer.Option(help="Seconds that it stays when the broker is gone.", min=0)] = 120.0,
         local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
     ) -> None:
         """Join a run and do a node's part until it ends."""
@@ -35,6 +43,9 @@ def register(app: typer.Typer) -> None:
             local=local,
             threads=threads,
             deterministic=deterministic,
+            state=state,
+            coordinator_s=coordinator_s,
+            broker_s=broker_s,
             on_step=mark_started,
             say=say,
         )

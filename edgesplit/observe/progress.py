@@ -12,10 +12,18 @@ from rich.live import Live
 from rich.table import Table
 
 from edgesplit.callbacks import Callback
-from edgesplit.coordinator import StepDone
+from edgesplit.coordinator import NodeChanged, StepDone
 from edgesplit.training import RoundDone
 
 REFRESH_S = 0.2
+
+_SAID = {
+    "lost": "is lost",
+    "back": "is back",
+    "returned": "was started again",
+    "recovered": "has recovered, and the fleet goes on",
+    "forgetful": "could not come back after a crash",
+}
 
 
 class Progress(Callback):
@@ -56,6 +64,13 @@ class Progress(Callback):
         if self._live is not None and time.monotonic() - self._drawn > REFRESH_S:
             self._drawn = time.monotonic()
             self._live.update(self._view(), refresh=True)
+
+    def on_node(self, change: NodeChanged) -> None:
+        """Say what has become of a node."""
+        if self._style == "json":
+            self._line({"event": "node", "node": change.node, "state": change.state, "reason": change.reason})
+        else:
+            self._say(f"{change.node} {_SAID[change.state]}{f' ({change.reason})' if change.reason else ''}")
 
     def on_round(self, done: RoundDone) -> None:
         """Show a round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 from pathlib import Path
@@ -79,6 +80,12 @@ class EmbeddedBroker:
     def url_v3(self) -> str:
         """The same for clients that speak MQTT 3.1.1."""
         return f"mqtt://127.0.0.1:{self.port_v3}"
+
+    def watch(self) -> None:
+        """Start the child process again where it has died, on the same ports; where they are taken, the next time."""
+        if not self._broker.is_running:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._broker.start()
 
     def close(self) -> None:
         """End the child process and free its ports; may be called twice."""

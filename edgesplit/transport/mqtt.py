@@ -1,4 +1,4 @@
-"""The transport over an MQTT broker: a thin shell of one thread around :class:`Reliable` and :class:`Presence`.
+"""The transport over an MQTT broker: a thin shell of one thread around :class:`Endpoint`.
 
 Topics: ``{prefix}/{run}/{node}/in`` for frames, ``{prefix}/{run}/{node}/status`` for the retained status.
 """
@@ -12,7 +12,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,11 +25,11 @@ from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
 from edgesplit.transport.address import Address, parse_url, password, unreachable
 from edgesplit.transport.base import Inbox, Message
-from edgesplit.transport.bundle import bundle, unbundle
-from edgesplit.transport.frames import LIMITS, Flag, Limits
-from edgesplit.transport.presence import CLOSED, FRESH, Presence, Status
+from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
+from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
+from edgesplit.transport.presence import FRESH, Status
 from edgesplit.transport.pump import Pump
-from edgesplit.transport.reliable import Deliver, Effect, Publish, Reached, Reliable, Settings
+from edgesplit.transport.reliable import Publish, Settings
 
 log = logging.getLogger("edgesplit.transport.mqtt")
 
@@ -106,7 +105,7 @@ class MqttTransport:
         heartbeat: float = 2.0,
         grace: float = 2.0,
         silence: float = 30.0,
-        give_up: float = 60.0,
+        give_up: float = 120.0,
         watch: Sequence[str] | None = None,
         settings: Settings | None = None,
         limits: Limits = LIMITS,
@@ -116,26 +115,31 @@ class MqttTransport:
                 raise TransportError(f"{what} name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
         if mqtt_version not in (None, *VERSIONS) or qos not in (0, 1, 2):
             raise TransportError(f"mqtt version {mqtt_version!r} and qos {qos}: must be 5 or 3.1.1, and 0, 1 or 2")
-        self.node, self.run, self.rejected = node, run, 0
+        self.node, self.run = node, run
         self._address = parse_url(url)
-        self._base, self._qos, self._limits = f"{prefix}/{run}", qos, limits
+        self._base, self._qos = f"{prefix}/{run}", qos
         self._timeout, self._heartbeat, self._give_up = connect_timeout, heartbeat, give_up
         self._boot = secrets.randbits(63) + 1
-        self._run_hash = frames.run_hash(run)
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
-        self._link = Reliable(run, node, self._boot, settings)
-        self._presence = Presence(grace, silence)
+        self._endpoint = Endpoint(
+            run,
+            node,
+            self._boot,
+            heartbeat=heartbeat,
+            grace=grace,
+            silence=silence,
+            settings=settings,
+            limits=limits,
+        )
         self._inbox = Inbox(node)
-        self._traffic: defaultdict[str, int] = defaultdict(int)
         self._reached: set[str] = set()
         self._watch = watch
         self._closing = threading.Event()
         self._closed = False
         self._open = False  # frames are only answered when it is known that no other process is this node
         self._connected = False
-        self._beat_at = self._look_at = 0.0
         self._answers = _Answers()
         self._probed = 0  # size of the longest chunk that came back
         self._name = _Name()
@@ -171,24 +175,17 @@ class MqttTransport:
             FrameError: a message cannot travel.
             TransportError: the transport is closed, or a name is wrong.
         """
-        message = bundle(messages)
-        if message.sender != self.node:
-            raise TransportError(f"{self.node!r} cannot send a message of {message.sender!r}")
-        if not frames.valid_name(node):
-            raise TransportError(f"node name {node!r} must be 1 to 64 of A-Z a-z 0-9 . _ -")
-        body = frames.encode(message, self._limits)
-        size = sum(len(segment) for segment in body)
+        outgoing = self._endpoint.pack(node, messages)
         if node == self.node:
-            self._deliver(frames.decode(memoryview(b"".join(body)), node, self._limits))
+            self._perform(self._endpoint.to_self(outgoing))
             return
         with self._sending:  # one message at a time, but its first chunks are on their way before the last is cut
-            for chunk in frames.split(body, self.chunk_size, self.node, self._link.free):
+            for chunk in self._endpoint.cut(node, outgoing, self.chunk_size):
                 with self._lock:
                     if self._closed:
-                        raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
-                    self._perform(self._link.send(node, [chunk], time.monotonic()))
+                        raise TransportError(f"{outgoing.kind!r} message to {node!r} after the transport was closed")
+                    self._perform(self._endpoint.send(node, chunk, time.monotonic()))
                 self._pump.published()
-            self._traffic[node] += size
 
     def flush(self, timeout: float) -> None:
         """Wait until everything sent has been acknowledged, by all but the nodes that have left.
@@ -197,8 +194,8 @@ class MqttTransport:
             TransportTimeout: naming those that have not.
         """
         with self._lock:
-            if not self._progress.wait_for(lambda: not self._missing(), timeout):
-                names = ", ".join(f"{peer!r} ({count} chunks)" for peer, count in self._missing().items())
+            if not self._progress.wait_for(lambda: not self._endpoint.missing(), timeout):
+                names = ", ".join(f"{peer!r} ({count} chunks)" for peer, count in self._endpoint.missing().items())
                 raise TransportTimeout(f"after {timeout:g} s {self.node!r} has no acknowledgement from {names}")
 
     def probe(self, peers: Iterable[str], timeout: float = 10.0) -> None:
@@ -211,7 +208,7 @@ class MqttTransport:
         with self._lock:
             self._reached -= wanted
             for peer in sorted(wanted):
-                self._perform(self._link.hello(peer, time.monotonic()))
+                self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
             if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
                 missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in sorted(wanted - self._reached))
@@ -223,35 +220,38 @@ class MqttTransport:
     def forget(self, node: str) -> None:
         """Drop what is waiting for a node that will not come back."""
         with self._lock:
-            self._link.forget(node)
+            self._endpoint.forget(node)
             self._progress.notify_all()
 
     def last_seen(self, node: str) -> float | None:
         """When something was last heard of a node, on the clock of ``time.monotonic``; None: never."""
         with self._lock:
-            return self._presence.last_seen(node)
+            return self._endpoint.last_seen(node)
 
     @property
     def connected(self) -> bool:
         """Whether the broker can be reached now."""
         return self._connected
 
+    @property
+    def rejected(self) -> int:
+        """Packets that were dropped because they are not what they should be."""
+        return self._endpoint.rejected
+
     def traffic(self) -> Mapping[str, int]:
         """Bytes sent so far, by receiver; what is sent again does not count."""
         with self._lock:
-            return dict(self._traffic)
+            return self._endpoint.traffic()
 
     def close(self) -> None:
         """Say goodbye, leave the broker, end the thread."""
         with self._lock:
             if self._closed:
                 return
-            self._perform(self._link.closing())
+            self._perform(self._endpoint.closing(time.time()))
             self._closed = True
             self._closing.set()
             if self._connected:
-                self._client.publish(self._topic(self.node, "status"), self._status("offline", CLOSED), qos=0)
-                self._client.publish(self._topic(self.node, "status"), b"", qos=0, retain=True)
                 # A socket that is closed with something unread resets the connection, and the broker loses what it
                 # has not read either: nothing may come any more.
                 self._client.unsubscribe([topic for topic, _ in self._topics()])
@@ -317,7 +317,9 @@ class MqttTransport:
         client.connect_timeout = self._timeout
         client.max_inflight_messages_set(1000)
         identify(client, self._address)
-        client.will_set(self._topic(self.node, "status"), self._status("offline"), qos=1, retain=True)
+        client.will_set(
+            self._topic(self.node, "status"), self._endpoint.status("offline", time.time()), qos=1, retain=True
+        )
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = self._on_subscribe
@@ -349,7 +351,7 @@ class MqttTransport:
         head, sizes = frames.header_size(self.node), [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
         for size in sizes:
             (chunk,) = frames.split([bytes(size - head)], size, self.node)
-            data = frames.seal(chunk, Flag.PROBE, self._run_hash, self.node, self._boot, self._boot)
+            data = frames.seal(chunk, Flag.PROBE, self._endpoint.run_hash, self.node, self._boot, self._boot)
             self._client.publish(self._topic(self.node), data, qos=self._qos)
         if not self._loop_until(lambda: self._probed > 0):
             what = (
@@ -370,7 +372,7 @@ class MqttTransport:
             # It may be a dead process's, kept by the broker: a living one refreshes it.
             self._loop_until(lambda: name.rival_lives, 2.5 * self._heartbeat)
         if not name.rival_lives:
-            self._publish_status()
+            self._announce(self._endpoint.announce(time.monotonic(), time.time()))
             self._loop_until(lambda: name.echoed)
         if name.rival_lives:
             raise TransportError(
@@ -414,16 +416,8 @@ class MqttTransport:
         with self._lock:
             if self._closed:
                 return 0.0
-            if now >= self._beat_at:
-                self._publish_status()
-            due = self._link.next_deadline()
-            if due <= now:
-                self._perform(self._link.tick(now))
-                due = self._link.next_deadline()
-            statuses = list(self._presence.tick(now)) if now >= self._look_at else []
-            self._look_at = now + 0.1 if now >= self._look_at else self._look_at
-        self._report(statuses, now)
-        return max(0.0, min(due - now, self._beat_at - now, 0.5))
+            self._perform(self._endpoint.tick(now, time.time()))
+            return max(0.0, self._endpoint.next_deadline() - now)
 
     def _reconnect(self) -> None:
         """Connect again, subscribe, and go on where it stopped; until it works, is refused, or takes too long."""
@@ -455,9 +449,7 @@ class MqttTransport:
             if self._closed:
                 return
             self._connected = True
-            self._publish_status()
-            self._presence.reconnected(now)
-            self._perform(self._link.reconnected(now))
+            self._perform(self._endpoint.reconnected(now, time.time()))
 
     def _subscribe(self) -> None:
         self._client.subscribe(self._topics())
@@ -469,19 +461,8 @@ class MqttTransport:
     def _topic(self, node: str, what: str = "in") -> str:
         return f"{self._base}/{node}/{what}"
 
-    def _status(self, state: str, reason: str = "") -> bytes:
-        return Status(state, self._boot, time.time(), reason).to_json()
-
-    def _publish_status(self) -> None:
-        self._beat_at = time.monotonic() + self._heartbeat
-        self._client.publish(self._topic(self.node, "status"), self._status("online"), qos=0, retain=True)
-
-    def _missing(self) -> dict[str, int]:
-        return {p: count for p, count in self._link.unacknowledged().items() if not self._presence.left(p)}
-
-    def _perform(self, effects: Iterable[Effect]) -> list[Deliver]:
-        """Publish, with the lock held so that chunks keep their order; returns what is to be delivered."""
-        deliveries: list[Deliver] = []
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        """Act on what the endpoint says; with the lock held, so that packets keep their order."""
         for effect in effects:
             if isinstance(effect, Publish):
                 if self._connected:
@@ -489,12 +470,15 @@ class MqttTransport:
                     data = effect.data if self._qos == 0 else bytes(effect.data)
                     self._client.publish(self._topic(effect.peer), data, qos=self._qos)
             elif isinstance(effect, Deliver):
-                deliveries.append(effect)
-            elif isinstance(effect, Reached):
-                self._reached.add(effect.peer)
+                self._inbox.put(effect.message)
+            elif isinstance(effect, Announce):
+                if self._connected:
+                    self._announce(effect)
             else:
-                self.rejected += 1
-        return deliveries
+                self._reached.add(effect.peer)
+
+    def _announce(self, effect: Announce) -> None:
+        self._client.publish(self._topic(self.node, "status"), effect.data, qos=0, retain=effect.retain)
 
     # paho's callbacks
 
@@ -521,45 +505,35 @@ class MqttTransport:
             else:
                 self._heard(message)
         except FrameError as error:
-            self.rejected += 1
             log.debug("%s dropped a packet: %s", self.node, error)
         except Exception:
-            self.rejected += 1
+            self._endpoint.rejected += 1
             log.exception("%s could not take a packet", self.node)
 
-    def _frame(self, payload: frames.Bytes) -> None:
-        frame = frames.parse(payload, self._run_hash, self._limits)
+    def _frame(self, payload: Bytes) -> None:
+        frame = self._endpoint.parse(payload)
         if frame.sender == self.node:
             if frame.flags & Flag.PROBE and frame.boot == self._boot and not self._probed:
                 self._probed = len(frame.payload) + frames.header_size(self.node)
             return
         if not self._open:
             return
-        now = time.monotonic()
         with self._lock:
-            if self._closed:
-                return
-            self._presence.seen(frame.sender, now)
-            deliveries = self._perform(self._link.received(frame, now))
-            self._progress.notify_all()
-        for delivery in deliveries:
-            self._deliver(frames.decode(delivery.body, delivery.sender, self._limits))
-
-    def _deliver(self, message: Message) -> None:
-        for part in unbundle(message):
-            self._inbox.put(part)
+            if not self._closed:
+                self._perform(self._endpoint.received(frame, time.monotonic()))
+                self._progress.notify_all()
 
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
             return  # a cleared status
-        name = message.topic.split("/")[-2]
-        status, now = Status.of_json(message.payload), time.monotonic()
+        name, status = message.topic.split("/")[-2], self._endpoint.read(message.payload)
         if name == self.node:
             self._heard_own(status, message.retain)
         elif frames.valid_name(name):
             with self._lock:
-                statuses = list(self._presence.heard(name, status, message.retain, now, time.time()))
-            self._report(statuses, now)
+                now, wall = time.monotonic(), time.time()
+                self._perform(self._endpoint.heard(name, status, message.retain, now, wall))
+                self._progress.notify_all()
 
     def _heard_own(self, status: Status, retained: bool) -> None:
         if status.boot == self._boot:
@@ -567,16 +541,6 @@ class MqttTransport:
         elif status.state == "online" and not self._name.echoed:
             self._name.rival_lives |= not retained
             self._name.rival_time = status.time
-
-    def _report(self, statuses: Iterable[Message], now: float) -> None:
-        for status in statuses:
-            with self._lock:
-                if status.meta["state"] == "online":
-                    self._perform(self._link.online(status.sender, int(status.meta["boot"], 16), now))
-                else:
-                    self._link.offline(status.sender)
-                self._progress.notify_all()
-            self._inbox.put(status)
 
     @staticmethod
     def _drop(client: paho.Client) -> None:

@@ -29,6 +29,13 @@ class Exported(NamedTuple):
     optimizer: dict[str, np.ndarray[Any, Any]]
 
 
+class Snapshot(NamedTuple):
+    """The state after the last update, confirmed or not: arrays that will not change, and the round's weights."""
+
+    arrays: Exported
+    round: dict[Layer, float]
+
+
 @dataclass(slots=True)
 class _Undo:
     """The arrays from before an update; updates write none in place, so references are enough."""
@@ -254,6 +261,35 @@ class LayerStore:
             {name: to_numpy(_copy(self.buffers[name])) for name in buffers},
             {name: to_numpy(value) for name, value in state.items()},
         )
+
+    def snapshot(self, *, frozen: bool) -> Snapshot:
+        """Return the state after the last update, to come back to with :meth:`restore`.
+
+        Args:
+            frozen: with the parameters that never change.
+        """
+        params = {name: value for name, value in self.params.items() if frozen or name not in self._frozen}
+        buffers = self.buffers | self._base  # as at the last step's end: forwards of the next may have begun
+        arrays = Exported(*({n: to_numpy(v) for n, v in held.items()} for held in (params, buffers, self._optimizer())))
+        round_ = dict(self._round)
+        for step in self._undo:
+            if step > self._confirmed:
+                for layer, weight in self._steps[step].weights().items():
+                    round_[layer] += weight
+        return Snapshot(arrays, round_)
+
+    def _optimizer(self) -> dict[str, Any]:
+        return optimizers.state_arrays(self.state)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put back a whole snapshot; every step is forgotten. Raises RunError where it is of other layers."""
+        self.abandon()
+        self.state = {}
+        self.load(*snapshot.arrays)
+        self._known(snapshot.round)
+        self._round = dict.fromkeys(self.layers, 0.0) | snapshot.round
+        for layer in self.layers:
+            self._versions[layer] += 1  # whoever remembers weights by their version must not find the old ones
 
     def load(
         self,
