@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,9 +200,13 @@ def _channels(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) >= 2 else 1
 
 
+_known_size = lru_cache(maxsize=1024)(encoded_size)
+"""The same arrays come in every step."""
+
+
 def _checked(packed: Packed) -> memoryview:
     """Return the data as a flat view of bytes after checking its length."""
-    size = encoded_size(packed.codec, packed.dtype, packed.shape)
+    size = _known_size(packed.codec, packed.dtype, packed.shape)
     data = memoryview(packed.data)
     if data.nbytes != size:
         raise CodecError(

@@ -56,7 +56,7 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.mqtt", "transport.lobby", "transport.caller", "bench.raw"},
+    "paho": {"transport.mqtt", "transport.lobby", "transport.client", "transport.caller", "bench.raw"},
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

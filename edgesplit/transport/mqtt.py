@@ -25,6 +25,7 @@ from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
 from edgesplit.transport.address import Address, parse_url, password, unreachable
 from edgesplit.transport.base import Inbox, Message
+from edgesplit.transport.client import Client
 from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
 from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
 from edgesplit.transport.presence import FRESH, Status
@@ -306,7 +307,7 @@ class MqttTransport:
 
     def _new_client(self, version: str) -> paho.Client:
         five = version == "5"
-        client = paho.Client(
+        client = Client(
             CallbackAPIVersion.VERSION2,
             client_id=f"{self._base.replace('/', '-')}-{self.node}-{self._boot:x}",
             clean_session=None if five else True,
@@ -526,7 +527,7 @@ class MqttTransport:
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
             return  # a cleared status
-        name, status = message.topic.split("/")[-2], self._endpoint.read(message.payload)
+        name, status = message.topic.split("/")[-2], self._endpoint.read(bytes(message.payload))
         if name == self.node:
             self._heard_own(status, message.retain)
         elif frames.valid_name(name):
