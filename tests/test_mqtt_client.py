@@ -48,6 +48,26 @@ def test_a_plain_publish(version: str, topic: str, payload: bytes, retain: bool)
 
 
 @pytest.mark.parametrize("version", list(VERSIONS))
+@pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 16_383, 16_384, 300_000, 2_097_152])
+def test_packets_are_pahos(version: str, size: int) -> None:
+    client = Client(CallbackAPIVersion.VERSION2, protocol=VERSIONS[version])
+    client.on_socket_register_write = lambda *_: None
+    payload, topic = bytearray(b"x" * size), "a/b\N{GREEK SMALL LETTER MU}"
+    client.post(topic, payload)
+    assert not client._out_packet, "there is no connection"
+    with socket.socket() as client._sock:
+        client.publish(topic, bytes(payload), qos=0)
+        client.post(topic, payload)
+        payload[:] = b"y" * size
+        theirs, ours = client._out_packet
+        client._sock = None
+    assert bytes(ours.pop("packet")) == bytes(theirs.pop("packet"))
+    for left in (ours, theirs):
+        del left["info"], left["mid"]  # which a packet of this quality does not carry
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("version", list(VERSIONS))
 @pytest.mark.parametrize("qos", [1, 2])
 def test_other_qualities_are_left_to_paho(version: str, qos: int) -> None:
     assert plain(*written(version, "t", b"x", qos=qos), five=version == "5") is None

@@ -1,8 +1,8 @@
-"""paho's client without the copies that it makes of every packet: most of what a receiver's time went into.
+"""paho's client without the copies that it makes of every packet: most of what a transport's time went into.
 
-For each message paho copies its packet four times, parses properties that are not there, and looks for a callback by
-topic. A publish of QoS 0 without properties, which is all that the transport sends itself, needs none of that. This
-is the one place that touches paho's private parts: where they are not as expected, paho's own way is gone.
+For each message paho copies its packet three or four times on either side, parses properties that are not there, and
+looks for a callback by topic. A publish of QoS 0 without properties, which is all that nodes send each other, needs
+none of that. This is the one place that touches paho's private parts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ from typing import Any, NamedTuple, cast
 from paho.mqtt import client as paho
 from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 
+from edgesplit.transport.frames import Bytes
+
 _QOS = 0b0110
 _RETAIN = 0b0001
+_PUBLISH = 0x30
+
+
+class _Nobody:
+    """Does not want to know when its message has been written."""
+
+    def _set_as_published(self) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
 
 
 class Publish(NamedTuple):
@@ -27,6 +40,13 @@ class Publish(NamedTuple):
 class Client(paho.Client):
     """Like paho's, but ``on_message`` gets a :class:`Publish` for most messages."""
 
+    def post(self, topic: str, payload: Bytes) -> None:
+        """Publish with QoS 0, without retaining; the payload is copied once, here, and dropped where paho would."""
+        if self._sock is not None:
+            packet = packet_of(topic, payload, five=self._protocol == MQTTProtocolVersion.MQTTv5)
+            # paho takes slices of what is left to be written: of a view they are no copies.
+            self._packet_queue(_PUBLISH, cast("bytes", memoryview(packet)), 0, 0, cast("paho.MQTTMessageInfo", _NOBODY))
+
     def _handle_publish(self) -> MQTTErrorCode:
         packet: Any = self._in_packet
         publish = plain(packet["command"], packet["packet"], five=self._protocol == MQTTProtocolVersion.MQTTv5)
@@ -35,6 +55,19 @@ class Client(paho.Client):
         if self.on_message is not None:
             self.on_message(self, self._userdata, cast("paho.MQTTMessage", publish))
         return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+
+def packet_of(topic: str, payload: Bytes, *, five: bool) -> bytes:
+    """Return a PUBLISH packet of QoS 0 without properties."""
+    name = topic.encode()
+    left = 2 + len(name) + five + len(payload)
+    length = bytearray()
+    while left > 127:
+        length.append(left & 127 | 128)
+        left >>= 7
+    length.append(left)
+    properties = b"\0" if five else b""
+    return b"".join((b"\x30", length, len(name).to_bytes(2, "big"), name, properties, payload))
 
 
 def plain(command: int, data: bytearray, *, five: bool) -> Publish | None:

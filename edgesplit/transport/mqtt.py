@@ -267,7 +267,7 @@ class MqttTransport:
 
     # Starting
 
-    def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
+    def _connect(self, versions: list[str]) -> tuple[str, Client]:
         """Connect in the first of the versions that the broker answers in; one that hangs up is asked again."""
         silent = False
         for attempt in range(CALLS):
@@ -284,7 +284,7 @@ class MqttTransport:
             "is it a broker's port, and the right one for this url?"
         )
 
-    def _call(self, versions: list[str]) -> tuple[str, paho.Client] | None:
+    def _call(self, versions: list[str]) -> tuple[str, Client] | None:
         for version in versions:
             client = self._new_client(version)
             self._pump = Pump(client, direct=not (self._address.tls or self._address.websockets))
@@ -305,7 +305,7 @@ class MqttTransport:
                 raise refusal(self._address, reason)
         return None
 
-    def _new_client(self, version: str) -> paho.Client:
+    def _new_client(self, version: str) -> Client:
         five = version == "5"
         client = Client(
             CallbackAPIVersion.VERSION2,
@@ -466,10 +466,11 @@ class MqttTransport:
         """Act on what the endpoint says; with the lock held, so that packets keep their order."""
         for effect in effects:
             if isinstance(effect, Publish):
-                if self._connected:
-                    # With QoS above 0 paho keeps the payload, whose header changes when it is sent again.
-                    data = effect.data if self._qos == 0 else bytes(effect.data)
-                    self._client.publish(self._topic(effect.peer), data, qos=self._qos)
+                if self._connected and self._qos == 0:
+                    self._client.post(self._topic(effect.peer), effect.data)
+                elif self._connected:
+                    # paho keeps the payload, whose header changes when it is sent again.
+                    self._client.publish(self._topic(effect.peer), bytes(effect.data), qos=self._qos)
             elif isinstance(effect, Deliver):
                 self._inbox.put(effect.message)
             elif isinstance(effect, Announce):
