@@ -75,6 +75,7 @@ def make_conductor(
     recorder: Recorder,
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
+    note: Callable[[Mapping[str, Any]], None],
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -94,7 +95,7 @@ def make_conductor(
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note)
 
 
 def make_training(
@@ -112,7 +113,7 @@ def make_training(
 
 
 def assign(training: Training, model: Model, method: Method, reference: Mapping[str, Any], identity: str) -> None:
-    """Tell every node its part, learn what data the devices have, and give the nodes their weights.
+    """Tell every node its part, and learn what data the devices have.
 
     Args:
         reference: how nodes of other processes find the Task.
@@ -142,7 +143,6 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
     training.agenda = agenda = Agenda(sizes)
     agenda.lr = assembly.lr_of(model.task, experiment, training.total_steps(experiment.rounds))
-    training.load()
 
 
 def _sizes(reply: Message, part: str) -> list[int]:

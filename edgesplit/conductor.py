@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
 from edgesplit.protocol import Send
+from edgesplit.recovery import Line
 from edgesplit.schedule import Action, Event
 from edgesplit.sheets import Draft
 from edgesplit.task import COORDINATOR
@@ -37,6 +38,7 @@ class Conductor:
         recorder: gets the nodes' events.
         watch: called every :data:`TURN_S`; raises where a local process has died that cannot be started again.
         on_node: called with each change of a node.
+        note: writes down what a successor would need.
         clock: a monotonic clock in seconds.
     """
 
@@ -48,10 +50,11 @@ class Conductor:
         *,
         watch: Callable[[], None] = lambda: None,
         on_node: Callable[[NodeChanged], None] = lambda change: None,
+        note: Callable[[Mapping[str, Any]], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
-        self._watch, self._on_node, self._clock = watch, on_node, clock
+        self._watch, self._on_node, self._note, self._clock = watch, on_node, note, clock
         self._inbox = transport.mailbox(COORDINATOR)
         self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
@@ -110,6 +113,12 @@ class Conductor:
             if isinstance(effect, StepDone):
                 yield effect
 
+    def resume(self, line: Line, term: int, micro: int) -> None:
+        """Take up a run with a fleet that has been told its part; see :meth:`Coordinator.resume`."""
+        self._refuse_nested()
+        for _ in self._run(self.coordinator.resume(line, term, micro, self._clock())):
+            continue
+
     def _run(self, effects: Sequence[Effect]) -> Iterator[Effect]:
         """Act on effects and go on until nothing is open."""
         self._running = True
@@ -135,6 +144,8 @@ class Conductor:
                 self.transport.send(effect.to, effect.message)
             elif isinstance(effect, NodeChanged):
                 self._on_node(effect)
+            elif isinstance(effect, Noted):
+                self._note(effect.record)
             elif not isinstance(effect, Failed):
                 yield effect
         self._raise_failed(effects)

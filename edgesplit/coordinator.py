@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -68,7 +68,14 @@ class NodeChanged:
     reason: str = ""
 
 
-Effect = Send | StepDone | Replied | NodeChanged | Failed
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Effect: something to be written down, for a coordinator that has to go on from here (see ``logbook.py``)."""
+
+    record: Mapping[str, Any]
+
+
+Effect = Send | StepDone | Replied | NodeChanged | Noted | Failed
 
 Spare = Callable[[str], Mapping[str, Packed] | None]
 """What a node held when the weights were last given out; None: that is not known."""
@@ -307,9 +314,11 @@ class Coordinator:
             self._recovery = None
             return request.then(request.replies, now)
         del self._requests[request.number]
+        effects: list[Effect] = [Replied(request.number, request.replies)]
         if request.point is not None:
             self.line.rebase(request.point, self._standing())
-        return [Replied(request.number, request.replies)]
+            return [self._note_base(), *effects]
+        return effects
 
     def tick(self, now: float) -> list[Effect]:
         """Note the time. A run without progress for ``step_timeout`` seconds has failed."""
@@ -330,6 +339,15 @@ class Coordinator:
         names = ", ".join(f"{node!r} ({absence.reason})" for node, absence in overdue.items())
         late = "" if self.on_lost == "stop" else f" and did not come back within {self.patience:g} s"
         return [Failed(NodeLost(f"node {names} was lost {self._where()}{late}"))]
+
+    def _note_base(self) -> Noted:
+        line = self.line
+        cuts = [[term, *point] for term, point in line.cuts]
+        return Noted({"base": [*line.base], "term": self.term, "standing": [*astuple(line.origin)], "cuts": cuts})
+
+    def _note_cut(self) -> Noted:
+        term, point = self.line.cuts[-1]
+        return Noted({"cut": [*point], "term": term})
 
     def _missing(self) -> list[str]:
         if self._recovery is None and self._open:
@@ -370,6 +388,7 @@ class Coordinator:
         kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
         count = self.line.common(kept)
         back = self.line.rewind(self.term, count or 0)
+        noted = self._note_cut()
         opened = [replace(entry.due) for entry in self._open]
         self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
         self._open.clear()
@@ -386,7 +405,18 @@ class Coordinator:
                     return [Failed(NodeLost(f"node {node!r} came back without what it had kept: resume the run"))]
                 layers = list(self.plan.layers_of(node))
                 asked[node] = ("load", {**point, "reset_optimizer": layers, "reset_round": True}, arrays)
-        return self._inquire(asked, self._go_on)
+        return [noted, *self._inquire(asked, self._go_on)]
+
+    def resume(self, line: Line, term: int, micro: int, now: float) -> list[Effect]:
+        """Take up a run that has stopped somewhere on ``line``; all nodes have joined and been told their part.
+
+        Args:
+            term, micro: the last term, and the next number of a micro-batch, as far as they are known.
+        """
+        self._progress_at = now
+        self.line, self.term, self.next_micro = line, max(term, self.term) + 1, max(micro, self.next_micro)
+        noted = Noted({"again": [*line.base], "term": self.term}) if line.ended else self._note_base()
+        return [noted, *self._inquire({node: ("halt", {}, {}) for node in self._nodes}, self._return)]
 
     def _go_on(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
@@ -452,7 +482,7 @@ class Coordinator:
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return self._done(entry, applied=True)
+            return self._tell(entry, self._done(entry, applied=True))
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
@@ -483,12 +513,28 @@ class Coordinator:
     def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
         """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
         counts = applied or not self.synchronous
-        self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, self._standing()))
-        return self._done(entry, applied=applied)
+        standing = self._standing()
+        self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, standing))
+        done = self._done(entry, applied=applied)
+        noted = {
+            "step": done.step,
+            "term": self.term,
+            "micro": self.next_micro,
+            "participants": entry.participants,
+            "applied": applied,
+            "counts": counts,
+            "standing": astuple(standing),
+            "loss": done.loss if math.isfinite(done.loss) else None,
+            "weight": done.weight,
+            "samples": done.samples,
+        }
+        return [Noted(noted), *self._tell(entry, done)]
 
-    def _done(self, entry: _Open, *, applied: bool) -> list[Effect]:
-        if entry.due.told:
-            return []
+    @staticmethod
+    def _tell(entry: _Open, done: StepDone) -> list[Effect]:
+        return [] if entry.due.told else [done]
+
+    def _done(self, entry: _Open, *, applied: bool) -> StepDone:
         losses = {micro: pair for report in entry.reports.values() for micro, pair in report.losses.items()}
         total = weight = 0.0
         for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
@@ -497,7 +543,7 @@ class Coordinator:
         metrics = {device: values for report in entry.reports.values() for device, values in report.metrics.items()}
         samples = sum(share.samples for share in entry.due.draft.shares.values())
         loss = total / weight if weight else math.nan
-        return [StepDone(entry.step.step, loss, weight, samples, applied, metrics)]
+        return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
 
     def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
@@ -507,7 +553,7 @@ class Coordinator:
         commit = Commit(entry.step.step, False, 1.0, self.loss_scale.value)
         effects: list[Effect] = [self._send(node, "commit", commit.meta()) for node in self._nodes]
         self.line.cut(self.term, Point(self.line.base.load, entry.step.step - 1))
-        effects += self._end(entry, applied=False)
+        effects += [self._note_cut(), *self._end(entry, applied=False)]
         if self._skipped_in_row >= self.max_skipped:
             return [*effects, Failed(self._not_finite(entry))]
         again = [later.due for later in self._open]

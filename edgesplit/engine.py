@@ -394,6 +394,8 @@ class Engine:
             self.store.reset_round()
         if "point" in message.meta:
             self._point = point_of(message.meta["point"])
+            if self.journal is not None:  # what was kept of it before was taken back
+                self.journal.forget_after(Point(self._point.load, self._point.step - 1))
             self._keep(self._point, message.term, full=True)
             if self.journal is not None:
                 self.journal.flush()

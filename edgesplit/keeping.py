@@ -11,7 +11,8 @@ from edgesplit import checkpoint
 from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
-from edgesplit.resuming import changes, snapshot, take_up
+from edgesplit.logbook import Logbook
+from edgesplit.resuming import snapshot, take_up, take_up_beginning
 from edgesplit.training import RoundDone, Training
 
 BEST = "best.safetensors"
@@ -34,6 +35,7 @@ class Keeper:
 
     def __init__(self, directory: Path | None, experiment: Experiment, metrics: Sequence[str]) -> None:
         self.directory, self._experiment = directory, experiment
+        self.logbook = Logbook(directory / "state" if directory is not None else None)
         self.best: Mapping[str, Any] | None = None
         best, known = experiment.evaluate.best, [*metrics, "loss"]
         if best is not None and best not in known:
@@ -69,8 +71,19 @@ class Keeper:
         found = snapshot(number, self._experiment, coordinator, training, federation, self.best)
         return checkpoint.save(self.directory / "checkpoints", found, self._experiment.checkpoint.keep)
 
-    def resume(self, path: Path, training: Training, federation: Federation | None) -> tuple[int, list[str]]:
-        """Take up a checkpoint; return the round that it was written after, and what has changed since."""
-        position = take_up(path, self._experiment, training.conductor.coordinator, training, federation)
+    def last(self) -> Path | None:
+        """Return the newest whole checkpoint; None: there is none yet."""
+        return checkpoint.latest(self.directory / "checkpoints") if self.directory is not None else None
+
+    def resume(self, path: Path | None, training: Training, federation: Federation | None) -> tuple[int, list[str]]:
+        """Take up a checkpoint, and what came after it; return the round that it was written after, and what changed.
+
+        Args:
+            path: of the checkpoint; None: there is none, the first round was not over.
+        """
+        if path is None:
+            take_up_beginning(self.logbook, training)
+            return 0, []
+        position, changed = take_up(path, self._experiment, training, federation, self.logbook)
         self.best = position.best
-        return position.round, changes(position, self._experiment)
+        return position.round, changed

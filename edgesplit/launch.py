@@ -107,6 +107,7 @@ def run(launch: Launch) -> dict[str, Any]:
                 reference=reference,
                 watch=watch,
                 identity=folder.identity,
+                resume=launch.resume,
                 directory=folder.path,
                 recorder=recorder,
                 callbacks=[Progress(experiment.rounds, style=launch.style)],
@@ -115,7 +116,7 @@ def run(launch: Launch) -> dict[str, Any]:
         )
         launch.say(f"all {len(plan.nodes())} nodes have joined")
         if launch.resume:
-            _resume(session, folder, launch.say)
+            _say_resumed(session, folder, launch.say)
         start = time.perf_counter()
         session.fit()
         seconds = time.perf_counter() - start
@@ -149,11 +150,8 @@ def _fleet(
     return Processes(command, folder.path / "logs", count=count, env=env, restarts=restarts)
 
 
-def _resume(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:
-    found = checkpoint.latest(folder.path / "checkpoints")
-    if found is None:
-        raise ExperimentError(f"{folder.path} has no whole checkpoint to resume from")
-    for line in session.resume(found):
+def _say_resumed(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:
+    for line in session.changed:
         say(f"changed since the checkpoint: {line}")
     if session.next_round > session.experiment.rounds:
         raise ExperimentError(

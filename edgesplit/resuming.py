@@ -11,7 +11,9 @@ from edgesplit.coordinator import Coordinator
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
+from edgesplit.logbook import Logbook
 from edgesplit.plan import Plan
+from edgesplit.recovery import Standing
 from edgesplit.training import Held, Training
 
 
@@ -37,6 +39,7 @@ def snapshot(
         best=best,
         experiment=experiment.to_dict(),
         plan=Plan(plan.layers, plan.routes).to_json(),
+        extra={"load": coordinator.line.base.load},
     )
     return checkpoint.Checkpoint(
         position=position,
@@ -46,10 +49,18 @@ def snapshot(
     )
 
 
+def take_up_beginning(logbook: Logbook, training: Training) -> None:
+    """Put a fleet that has joined where a run was in its first round."""
+    training.take_up(1, None, logbook.read(1), Standing(training.conductor.coordinator.loss_scale.value, 0, 0, 0))
+
+
 def take_up(
-    path: Path, experiment: Experiment, coordinator: Coordinator, training: Training, federation: Federation | None
-) -> checkpoint.Position:
-    """Put a fleet that has joined where the checkpoint's was; the plan may be another. Return where that is.
+    path: Path, experiment: Experiment, training: Training, federation: Federation | None, logbook: Logbook
+) -> tuple[checkpoint.Position, list[str]]:
+    """Put a fleet that has joined where the checkpoint's was, or where it had come to since; the plan may be another.
+
+    Returns:
+        Where the checkpoint is, and which options have changed since, in a line each.
 
     Raises:
         RunError: the checkpoint is damaged, or of another model or seed.
@@ -70,14 +81,17 @@ def take_up(
     training.drawn.step = position.step
     training.drawn.done = {device: int(count) for device, count in position.positions.items()}
     training.participation = dict(position.participation)
-    coordinator.next_micro = position.micro
-    if position.loss_scale:
-        coordinator.loss_scale.value = float(position.loss_scale["value"])
-        coordinator.loss_scale.good = int(position.loss_scale["good"])
+    coordinator = training.conductor.coordinator
+    coordinator.next_micro, coordinator.term = position.micro, position.term
+    scale = position.loss_scale or {"value": coordinator.loss_scale.value, "good": 0}
+    standing = Standing(float(scale["value"]), int(scale["good"]), 0, 0)
     if federation is not None:
         federation.load_state(dict(found.strategy))
-    training.load(_held(found.nodes, training))
-    return position
+    changed = changes(position, experiment)
+    load = int(position.extra.get("load", 1))
+    progress = logbook.read(load) if not changed else None  # the round began with other options
+    training.take_up(load, _held(found.nodes, training), progress, standing, position.round + 1)
+    return position, changed
 
 
 def changes(position: checkpoint.Position, experiment: Experiment) -> list[str]:

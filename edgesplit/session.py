@@ -65,6 +65,7 @@ class Session:
         on_step: called with each step that ends, by whatever drives it.
         watch: called now and then; raises where something that the run needs has died.
         identity: identifies the run, also when it is resumed; None: a new one.
+        resume: go on with the run in ``directory``.
         strategy: a Flower strategy object in place of the experiment's.
 
     Raises:
@@ -87,6 +88,7 @@ class Session:
         on_step: Callable[[StepDone], None] = lambda done: None,
         watch: Callable[[], None] = lambda: None,
         identity: str | None = None,
+        resume: bool = False,
         strategy: Any = None,
         **keywords: Any,
     ) -> None:
@@ -100,6 +102,7 @@ class Session:
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
+        self.changed: list[str] = []  # options that are not those of the run that is resumed
         self._stepped = False
         self._closed = False
         assembly.check_placement(self.model, plan)
@@ -117,6 +120,7 @@ class Session:
             recorder=self.recorder,
             watch=self._watch,
             on_node=self._on_node,
+            note=self._keeper.logbook.note,
         )
         self.training = make_training(
             self._conductor,
@@ -131,6 +135,10 @@ class Session:
             self._fleet.start(plan.nodes())
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
             assign(self.training, self.model, method, reference or {}, identity or secrets.token_hex(8))
+            if resume:
+                self.changed = self.resume(self._keeper.last())
+            else:
+                self.training.load()
         except BaseException as error:
             self._fail(error)
             raise
@@ -295,8 +303,11 @@ class Session:
         self._gather_weights()
         return self.model.chain.model
 
-    def resume(self, path: Path) -> list[str]:
+    def resume(self, path: Path | None) -> list[str]:
         """Go on from a checkpoint, as if the run had never stopped; its plan may differ.
+
+        Args:
+            path: of the checkpoint; None: from the beginning.
 
         Returns:
             The options that have changed since, in a line each.

@@ -17,7 +17,9 @@ from edgesplit.data import GIVEN_EPOCH
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation, Group, Reply, Request, average
+from edgesplit.logbook import Progress
 from edgesplit.plan import Plan
+from edgesplit.recovery import Line, Point, Standing
 from edgesplit.sheets import Agenda, Draft, Share, evaluation
 from edgesplit.transport.base import Message
 
@@ -120,6 +122,7 @@ class Training:
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
+        self._ended: list[StepDone] = []  # of the round that a resumed run was in
         self.participation: dict[str, int] = {}
         self.federation = federation
         self._groups = groups_of(plan)
@@ -151,6 +154,32 @@ class Training:
             to[node] = (meta, pack(arrays, "raw"))
         self.conductor.ask("load", to)
         self._given = given
+
+    def take_up(
+        self,
+        load: int,
+        held: Mapping[str, Held] | None,
+        progress: Progress | None,
+        standing: Standing,
+        number: int = 1,
+    ) -> None:
+        """Go on with a run that has stopped: where the nodes have kept it, or where its round began.
+
+        Args:
+            load: how often weights had been given out.
+            held: what the nodes held then; None: the initial weights.
+            progress: how far it had come since; None: not known.
+            standing: the coordinator's at that point.
+            number: of the round.
+        """
+        agenda = self.drawn
+        self._given = {n: dict(held[n].arrays) if held else self._initial(n) for n in self.plan.nodes()}
+        line, term, micro = Line(Point(load, agenda.step - 1), standing), 0, 0
+        if progress is not None and progress.base == line.base:
+            trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
+            line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
+            term, micro, self._ended = progress.term, progress.micro, list(progress.done)
+        self.conductor.resume(line, term, micro)
 
     def _initial(self, node: str) -> Arrays:
         params, buffers = self.names.of(self.plan.layers_of(node))
@@ -223,13 +252,14 @@ class Training:
             optimizer: fetch optimizer state too, for a checkpoint.
         """
         drafts = self.drafts(number, self.drawn) if drafts is None else drafts
-        done: list[StepDone] = []
+        done, self._ended = self._ended, []
+        left = drafts[len(done) :]
         seconds = 0.0
 
         def train(requests: list[Request]) -> list[Reply]:
             nonlocal seconds
             start = time.perf_counter()
-            for step in self.conductor.steps(drafts):
+            for step in self.conductor.steps(left):
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
@@ -213,7 +213,9 @@ def test_requests_are_answered_by_all() -> None:
     assert isinstance(reply, Replied)
     assert (reply.request, set(reply.replies)) == (first, {"d", "c"})
     assert c.busy
-    (reply,) = feed(c, Message(kind="loaded", sender="d", meta={"request": second}))
+    noted, reply = feed(c, Message(kind="loaded", sender="d", meta={"request": second}))
+    assert noted == Noted({"base": [1, -1], "term": 0, "standing": [1.0, 0, 0, 0], "cuts": []})
+    assert isinstance(reply, Replied)
     assert not c.busy
 
 

@@ -137,7 +137,7 @@ def test_the_environment(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_command_of_nodes() -> None:
-    command = node_command("mqtt://127.0.0.1:1883", "run-1", "/x/task.py:make")
+    command = node_command("mqtt://127.0.0.1:1883", "run-1", "/x/task.py:make", state=Path("s"))
     assert command[:4] == [sys.executable, "-m", "edgesplit", "node"]
     assert command[4:] == [
         "--broker",
@@ -145,10 +145,12 @@ def test_the_command_of_nodes() -> None:
         "--run",
         "run-1",
         "--local",
+        "--state",
+        "s",
         "--task",
         "/x/task.py:make",
     ]
-    assert "--task" not in node_command("mqtt://127.0.0.1:1883", "run-1")
+    assert "--task" not in node_command("mqtt://127.0.0.1:1883", "run-1", state=Path("s"))
 
 
 def test_threads() -> None:

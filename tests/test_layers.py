@@ -29,7 +29,7 @@ LAYERS = [
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
         "emulation", "transport", "segments.masks",
     },
-    {"journal", "kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
