@@ -93,11 +93,11 @@ class Codec:
         if packed.codec != self.name:
             raise CodecError(f"array was encoded by {packed.codec!r}: decode it with that codec, not {self.name!r}")
         data = _checked(packed)
-        dtype = np.dtype("uint16" if packed.dtype == BFLOAT16 else packed.dtype).newbyteorder("<")
+        sent, here = _dtypes(packed.dtype)
         if not math.prod(packed.shape):
-            return np.empty(packed.shape, dtype.newbyteorder("="))
+            return np.empty(packed.shape, here)
         if self.name == "raw":
-            return np.frombuffer(data, dtype).reshape(packed.shape).astype(dtype.newbyteorder("="), copy=False)
+            return np.frombuffer(data, sent).reshape(packed.shape).astype(here, copy=False)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             values = self._from_bytes(data, packed.shape)
             return float_to_bf16(values) if packed.dtype == BFLOAT16 else values.astype(packed.dtype, copy=False)
@@ -198,6 +198,13 @@ def _itemsize(dtype: str) -> int:
 
 def _channels(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) >= 2 else 1
+
+
+@cache
+def _dtypes(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """How numbers of a known dtype lie in a message, and how they do on this machine."""
+    sent = np.dtype("uint16" if name == BFLOAT16 else name).newbyteorder("<")
+    return sent, sent.newbyteorder("=")
 
 
 _known_size = lru_cache(maxsize=1024)(encoded_size)

@@ -22,8 +22,8 @@ KIB, MIB = 1 << 10, 1 << 20
 STARTS = 3
 """Times that both sides are started: where a process lies in memory and which core it gets changes its speed."""
 
-PAIRS = 5
-"""Blocks of each side in a start, taken in turn, after one of each that is not judged."""
+PAIRS, TRIP_PAIRS = 5, 15
+"""Blocks of each side in a start, taken in turn, after one of each that is not judged: of a stream, of round trips."""
 
 TRIPS = "trips"
 STREAM = "stream"
@@ -47,14 +47,19 @@ class Case:
     count: int
     bound: float | None
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of blocks in a start."""
+        return TRIP_PAIRS if self.what == TRIPS else PAIRS
+
 
 MOSQUITTO = (
     Case("64KiB", STREAM, 64 * KIB, 512, 0.75),
     Case("1MiB", STREAM, MIB, 48, 0.85),
     Case("16MiB", STREAM, 16 * MIB, 4, 0.85),
-    Case("1KiB", TRIPS, KIB, 200, 1.5),
+    Case("1KiB", TRIPS, KIB, 60, 1.5),
 )
-EMBEDDED = (Case("1KiB", TRIPS, KIB, 200, None),)
+EMBEDDED = (Case("1KiB", TRIPS, KIB, 60, None),)
 MOST_TRIP_MS = 1.0
 
 Block = tuple[float, float]
@@ -150,14 +155,15 @@ def compare(url: str, cases: Sequence[Case], raw: str, say: Callable[[str], None
         with sides(url, raw) as (ours, theirs):
             for case in cases:
                 found[case.name] += pairs(ours.block, theirs.block, case)
-        say(f"start {start + 1} of {STARTS}: {', '.join(_shown(case, found[case.name][-PAIRS:]) for case in cases)}")
+        shown = [_shown(case, found[case.name][-case.pairs :]) for case in cases]
+        say(f"start {start + 1} of {STARTS}: {', '.join(shown)}")
     return found
 
 
 def pairs(ours: Callable[[Case], float], theirs: Callable[[Case], float], case: Case) -> Iterator[Block]:
     """Take a block of each that is not judged, then pairs, of which every second begins with the other side."""
     ours(case), theirs(case)
-    for number in range(PAIRS):
+    for number in range(case.pairs):
         if number % 2:
             second = theirs(case)
             yield ours(case), second
