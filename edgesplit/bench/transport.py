@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from edgesplit.bench.broker import own_mosquitto
 from edgesplit.bench.figures import Figure, machine, median_figure, report, spread
 from edgesplit.errors import RunError
+from edgesplit.launch import KEEP_MEMORY
 from edgesplit.transport.broker import EmbeddedBroker
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -105,6 +107,7 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env={**os.environ, **KEEP_MEMORY},  # as nodes are started
                 start_new_session=True,  # Ctrl-C goes to this process, which ends them
             )
 
