@@ -180,6 +180,7 @@ def assignments(
     loss_scale: float,
     reference: Mapping[str, Any],
     identity: str,
+    places: Mapping[str, int],
     configs: Mapping[str, Mapping[str, Any]],
     emulate: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Assignment]:
@@ -190,21 +191,21 @@ def assignments(
         loss_scale: the first step's.
         reference: how another process finds the Task.
         identity: of the run.
+        places: device -> its index among all, also those that are missing: what its data is cut by.
         configs: device -> its free ``config``.
         emulate: node -> how it plays a slower one.
     """
     if method.name not in METHODS:
         raise ExperimentError(f"method {method.name!r} is not in the table: nodes find it there by name")
-    devices = [route.device for route in plan.routes]
     bare = Plan(plan.layers, plan.routes).to_json()
     told = {}
     for node in plan.nodes():
         shard = None
-        if node in devices:
+        if node in places:
             data = experiment.data.model_dump(exclude_none=True)
             shard = {
-                "index": devices.index(node),
-                "count": len(devices),
+                "index": places[node],
+                "count": len(places),
                 "config": dict(configs.get(node, {})),
                 "data": data,
             }

@@ -40,6 +40,7 @@ class Conductor:
         on_node: called with each change of a node.
         note: writes down what a successor would need.
         clock: a monotonic clock in seconds.
+        say: told, in a line, of nodes that are there and cannot take part.
     """
 
     def __init__(
@@ -52,14 +53,16 @@ class Conductor:
         on_node: Callable[[NodeChanged], None] = lambda change: None,
         note: Callable[[Mapping[str, Any]], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
-        self._watch, self._on_node, self._note, self._clock = watch, on_node, note, clock
+        self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
         self._inbox = transport.mailbox(COORDINATOR)
         self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
+        self._refused: dict[str, str] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
         self._problems: dict[str, str] = {}  # why nodes cannot keep their state
 
@@ -73,7 +76,7 @@ class Conductor:
         while missing := [node for node in nodes if node not in self.hellos]:
             left = deadline - self._clock()
             if left <= 0:
-                names = ", ".join(map(repr, missing))
+                names = ", ".join(self._named(node) for node in missing)
                 raise TransportTimeout(
                     f"no word from {names} within {timeout:g} s: start 'edgesplit node NAME --broker URL' there, "
                     "or look at its log"
@@ -87,15 +90,19 @@ class Conductor:
             self._watch()
             self._refuse_mute(missing)
 
+    def _named(self, node: str) -> str:
+        return f"{node!r} ({self._refused[node]})" if node in self._refused else repr(node)
+
     def _refuse_mute(self, missing: Sequence[str]) -> None:
         """Raise where a node is online, but what it says does not arrive."""
         now = self._clock()
         mute = [node for node in missing if now - self._online.get(node, now) > MUTE_S]
         if mute:
-            raise TransportTimeout(
-                f"{', '.join(map(repr, mute))}: online, but nothing that it sends arrives: "
+            why = self._refused.get(mute[0]) or (
+                "online, but nothing that it sends arrives: "
                 "does the broker let nodes publish to the coordinator's topic, and the coordinator read it?"
             )
+            raise TransportTimeout(f"{', '.join(map(repr, mute))}: {why}")
 
     def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
         """Ask nodes for something and return their answers."""
@@ -164,6 +171,11 @@ class Conductor:
 
     def _take(self, message: Message) -> Sequence[Effect]:
         if message.kind == "hello" and not self._greet(message):
+            return []
+        if message.kind == "refused":
+            if message.sender in self._nodes:
+                self._refused[message.sender] = str(message.meta.get("reason"))
+                self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())

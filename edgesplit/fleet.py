@@ -14,6 +14,7 @@ from typing import Protocol
 from edgesplit.errors import RunError
 from edgesplit.kit import Kit
 from edgesplit.protocol import Assignment
+from edgesplit.transport.access import Access
 from edgesplit.transport.base import Transport
 from edgesplit.worker import Worker
 
@@ -221,12 +222,18 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def node_command(broker: str, run: str, task: str | None = None, *, state: Path) -> list[str]:
-    """Return the command line of node processes of this machine; node names follow.
+def node_command(
+    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path
+) -> list[str]:
+    """Return the command line of node processes of this machine; node names follow. No secret is in it.
 
     Args:
         state: where they keep theirs, each in a folder of its own.
     """
-    command = [sys.executable, "-m", "edgesplit", "node", "--broker", broker, "--run", run, "--local"]
+    access = broker if isinstance(broker, Access) else Access(broker)
+    command = [sys.executable, "-m", "edgesplit", "node", "--broker", access.url, "--run", run, "--local"]
+    command += access.options()
     command += ["--state", str(state)]
+    if key_file is not None:
+        command += ["--key-file", str(key_file)]
     return [*command, "--task", task] if task else command

@@ -17,6 +17,8 @@ from edgesplit.errors import EdgesplitError, RunError, TaskError
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
+from edgesplit.transport.access import Access
+from edgesplit.transport.key import Key
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
@@ -91,10 +93,10 @@ def _make(reference: str, told: Mapping[str, Any], *, declared: bool) -> Kit:
 def run_nodes(
     names: Sequence[str],
     *,
-    broker: str,
+    broker: str | Access,
     run: str | None = None,
     task: str | None = None,
-    prefix: str = "edgesplit",
+    key_file: str | None = None,
     local: bool = False,
     threads: int = 1,
     deterministic: bool = False,
@@ -108,6 +110,8 @@ def run_nodes(
 
     Args:
         names: the nodes.
+        broker: its url, or the url and how to get in.
+        key_file: of the run's key; None: this node signs nothing and believes all.
         run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
@@ -122,17 +126,19 @@ def run_nodes(
     """
     if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
+    access = broker if isinstance(broker, Access) else Access(broker)
+    key = Key.read(key_file) if key_file is not None else None
     if run is None:
-        say(f"waiting for a run at {broker}")
-        run = find_run(broker, prefix=prefix)
+        say(f"waiting for a run at {access.url}")
+        run = find_run(access, names[0])
     _prepare_torch(threads, deterministic)
     kit = kit_source(task)
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(broker, run=run, node=name, prefix=prefix, give_up=broker_s) as transport:
-                say(f"{name}: in run {run} at {broker}, waiting for the coordinator's word")
+            with MqttTransport(access, run=run, node=name, key=key, give_up=broker_s) as transport:
+                say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(
                     name,
                     transport,

@@ -51,7 +51,3 @@ class Roster:
     def back(self, node: str) -> bool:
         """Note that a node can be reached again; return whether it was missing."""
         return self.lost.pop(node, None) is not None
-
-    def overdue(self, patience: float, now: float) -> dict[str, Absence]:
-        """Return the nodes that have been missing for longer than ``patience`` seconds."""
-        return {node: absence for node, absence in self.lost.items() if now - absence.since >= patience}

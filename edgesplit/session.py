@@ -67,6 +67,7 @@ class Session:
         identity: identifies the run, also when it is resumed; None: a new one.
         resume: go on with the run in ``directory``.
         strategy: a Flower strategy object in place of the experiment's.
+        say: told, in a line, what people should know while the fleet comes up.
 
     Raises:
         EdgesplitError: the combination cannot be run, or the fleet does not come up.
@@ -90,6 +91,7 @@ class Session:
         identity: str | None = None,
         resume: bool = False,
         strategy: Any = None,
+        say: Callable[[str], None] = lambda text: None,
         **keywords: Any,
     ) -> None:
         if experiment is not None and keywords:
@@ -121,6 +123,7 @@ class Session:
             watch=self._watch,
             on_node=self._on_node,
             note=self._keeper.logbook.note,
+            say=say,
         )
         self.training = make_training(
             self._conductor,

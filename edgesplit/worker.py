@@ -145,6 +145,8 @@ class Worker:
     def _receive(self, message: Message) -> None:
         if message.kind == "status":
             self._status(message)
+        elif message.kind == "refused":
+            self._refused(message)
         elif message.kind in DATA_KINDS and self._emulator is not None:
             due = self._emulator.due(message)
             self._taken += 1
@@ -174,6 +176,11 @@ class Worker:
     def _greet(self) -> None:
         self._tell("hello", {**self._facts, "life": self._life})
 
+    def _refused(self, message: Message) -> None:
+        """A neighbour that refuses fails the probe, by name."""
+        if message.sender == COORDINATOR and self._machine is None:
+            raise RunError(f"no way to the coordinator: {message.meta.get('reason')}")
+
     def _assign(self, message: Message) -> None:
         assignment = Assignment.of(message.meta)
         kit = self._kit(assignment)
@@ -183,7 +190,10 @@ class Worker:
                 f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
             )
         self._open_journal(assignment, kit)
-        self._engine = Engine(self.name, assignment, kit, self._journal)
+        before = self._engine
+        if before is not None and before.assignment.run != assignment.run:
+            before = None
+        self._engine = Engine(self.name, assignment, kit, self._journal, before)
         if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
             self._transport.probe(self._engine.neighbours(), PROBE_S)
         self._machine = self._engine.machine()

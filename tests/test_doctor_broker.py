@@ -7,10 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 
 from edgesplit import doctor
 from edgesplit.doctor import Finding, access, examine, packets, speed, statuses
@@ -21,12 +24,13 @@ from edgesplit.doctor.look import Look
 from edgesplit.doctor.packets import largest, packet_limit, payload_of
 from edgesplit.doctor.speed import Trips, judge_trips
 from edgesplit.doctor.statuses import Retained, judge_clocks, judge_retained, listen
-from edgesplit.transport.address import parse_url
+from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.caller import Caller, Got
+from edgesplit.transport.client import PROTOCOLS
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.transport.presence import Status
-from tests.brokers import Mosquitto, free_port
+from tests.brokers import Mosquitto, WebBroker, free_port
 from tests.test_doctor import by_name
 
 TOPICS = {"inbox", "another's inbox", "coordinator's inbox", "own status", "statuses of others", "lobby"}
@@ -48,7 +52,7 @@ def broker_part(found: list[Finding]) -> dict[str, Finding]:
 
 
 def look_at(url: str, **names: Any) -> Look:
-    return Look(url=url, address=parse_url(url), **names)
+    return Look(access=Access(url), **names)
 
 
 def verdicts(found: dict[str, Finding]) -> dict[str, str]:
@@ -59,7 +63,7 @@ def verdicts(found: dict[str, Finding]) -> dict[str, str]:
 
 
 def test_a_broker(mosquitto: Mosquitto) -> None:
-    found = broker_part(examine(mosquitto.url, prefix="of/this-test"))
+    found = broker_part(examine(Access(mosquitto.url, prefix="of/this-test")))
     assert set(found) == ALL
     assert {name: f.mark for name, f in found.items()} == dict.fromkeys(ALL, "ok")
     assert mosquitto.url in found["broker"].text
@@ -104,6 +108,42 @@ def test_a_broker_that_speaks_the_old_version_only(embedded_broker: EmbeddedBrok
     assert found["mqtt versions"].text == "3.1.1"
     assert "cannot say" in found["mqtt versions"].hint
     assert all(finding.ok for finding in found.values())
+
+
+def test_over_tls_with_a_certificate(mosquitto_tls: Access) -> None:
+    found = broker_part(examine(mosquitto_tls))
+    assert set(found) == ALL
+    assert all(finding.ok for finding in found.values())
+    assert found["broker"].text.startswith("mqtts://")
+
+
+def test_over_tls_without_a_certificate(mosquitto_tls: Access) -> None:
+    (found,) = examine_broker(replace(mosquitto_tls, cert=None, cert_key=None))
+    assert not found.ok
+    assert "certificate" in found.text
+
+
+def test_over_websockets(web_broker: WebBroker) -> None:
+    found = broker_part(examine(web_broker.plain))
+    assert set(found) == ALL
+    assert all(finding.ok for finding in found.values())
+
+
+def test_client_ids_that_lives_share(mosquitto: Mosquitto) -> None:
+    """The doctor is several clients at once, and does not throw itself out, nor a node that is at work."""
+    access = Access(mosquitto.url, client_id="{run}-{node}", prefix="of/that-test")
+    with MqttTransport(access, run="live", node="pi") as pi:
+        found = broker_part(examine(access, node="pi"))
+        assert all(finding.ok for finding in found.values())
+        assert pi.connected
+
+
+def test_the_version_asked_for(mosquitto: Mosquitto, embedded_broker: EmbeddedBroker) -> None:
+    found = broker_part(examine_broker(Access(mosquitto.url, mqtt="3.1.1")))
+    assert all(finding.ok for finding in found.values())
+    (refused,) = examine_broker(Access(embedded_broker.url, mqtt="3.1.1"))
+    assert not refused.ok
+    assert "in MQTT 3.1.1" in refused.text
 
 
 # --- none at all ----------------------------------------------------------------------------------------------------
@@ -152,7 +192,7 @@ def test_addresses_that_are_none(url: str) -> None:
     assert "\n" not in found["broker"].text
 
 
-@pytest.mark.parametrize("names", [{"prefix": "a/+"}, {"run": "#"}, {"node": "a/b"}])
+@pytest.mark.parametrize("names", [{"run": "#"}, {"node": "a/b"}])
 def test_names_that_are_no_topics(names: dict[str, str]) -> None:
     (found,) = examine_broker("mqtt://127.0.0.1", **names)
     assert not found.ok
@@ -176,12 +216,7 @@ def test_a_packet_is_as_long_as_it_is_to_be(version: str) -> None:
 
 
 def written(version: str, topic: str, payload: int) -> int:
-    from paho.mqtt import client as paho
-    from paho.mqtt.enums import CallbackAPIVersion
-
-    from edgesplit.transport.mqtt import VERSIONS
-
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=VERSIONS[version])
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=PROTOCOLS[version])
     client.on_socket_register_write = lambda *_: None
     client._sock = socket.socket()
     client.publish(topic, bytes(payload), qos=0)

@@ -8,7 +8,6 @@ from edgesplit.sheets import Agenda, evaluation
 from tests.crashing import CrashingFleet
 from tests.test_simulation import (
     SYNCHRONOUS,
-    Oracle,
     aggregate,
     compare,
     drafts_of,
@@ -17,6 +16,7 @@ from tests.test_simulation import (
     in_pieces,
     noted,
 )
+from tests.virtual import Oracle
 
 
 def simulate(seed: int) -> CrashingFleet:

@@ -8,15 +8,15 @@ from edgesplit.doctor.broker import examine_broker
 from edgesplit.doctor.finding import Finding
 from edgesplit.doctor.installation import clock, packages
 from edgesplit.errors import TransportError
+from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
 
 __all__ = ["Finding", "examine"]
 
 
 def examine(
-    broker: str | None = None,
+    broker: str | Access | None = None,
     *,
-    prefix: str = "edgesplit",
     run: str | None = None,
     node: str | None = None,
     clear_stale: bool = False,
@@ -27,7 +27,7 @@ def examine(
     """
     findings = [*packages(), clock(time.time())]
     if broker is not None:
-        return findings + examine_broker(broker, prefix=prefix, run=run, node=node, clear_stale=clear_stale)
+        return findings + examine_broker(broker, run=run, node=node, clear_stale=clear_stale)
     if any(f.name == "iotcore" and f.text[0].isdigit() for f in findings):
         try:
             with EmbeddedBroker() as embedded:

@@ -13,16 +13,15 @@ from edgesplit.doctor.packets import packet_limit
 from edgesplit.doctor.speed import judge_trips, measure_trips, throughput
 from edgesplit.doctor.statuses import Retained, clear, judge_clocks, judge_retained, listen
 from edgesplit.errors import TransportError
-from edgesplit.transport.address import parse_url
+from edgesplit.transport.access import VERSIONS, Access
 from edgesplit.transport.frames import valid_name
-from edgesplit.transport.mqtt import SHORTER, VERSIONS, MqttTransport
+from edgesplit.transport.mqtt import SHORTER, MqttTransport
 
 
 def examine_broker(
-    url: str,
+    broker: str | Access,
     name: str = "broker",
     *,
-    prefix: str = "edgesplit",
     run: str | None = None,
     node: str | None = None,
     clear_stale: bool = False,
@@ -30,21 +29,22 @@ def examine_broker(
     """Look at a broker; ``name`` is that of the first finding, the only one where no connection comes about.
 
     Args:
-        prefix: first part of the topics.
+        broker: its url, or the url and how to get in.
         run: whose topics are tried; None: one of the doctor's own.
         node: the node whose topics are tried, where access rules go by name; None: one of the doctor's own.
         clear_stale: clear the retained statuses of runs that are long dead.
     """
     try:
-        look = _look(url, prefix, run, node)
+        look = _look(broker, run, node)
         versions = {version: _speaks(look, version) for version in VERSIONS}
         spoken = [version for version, error in versions.items() if error is None]
-        if not spoken:
-            raise next(error for error in versions.values() if error is not None)
+        wanted = look.access.mqtt or (spoken or VERSIONS)[0]
+        if (error := versions[wanted]) is not None:
+            raise error
     except TransportError as error:
         return [Finding(name, False, str(error))]
-    look = replace(look, version=spoken[0])
-    findings = [Finding(name, True, f"{url}: reachable"), _versions(spoken)]
+    look = replace(look, version=wanted)
+    findings = [Finding(name, True, f"{look.access.url}: reachable"), _versions(spoken)]
     try:
         findings += _rest(look, own_run=run is None, clear_stale=clear_stale)
     except TransportError as error:
@@ -52,10 +52,10 @@ def examine_broker(
     return findings
 
 
-def _look(url: str, prefix: str, run: str | None, node: str | None) -> Look:
-    look = Look(url=url, address=parse_url(url), prefix=prefix)
+def _look(broker: str | Access, run: str | None, node: str | None) -> Look:
+    look = Look(access=broker if isinstance(broker, Access) else Access(broker))
     look = replace(look, run=run or look.run, node=node or look.node)
-    for what, name in (("run", look.run), ("node", look.node), *(("prefix", part) for part in prefix.split("/"))):
+    for what, name in (("run", look.run), ("node", look.node)):
         if not valid_name(name):
             raise TransportError(f"{what} name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
     return look
@@ -93,7 +93,7 @@ def _measured(look: Look, *, starts: bool) -> Iterator[Finding]:
     chunk = 0
     if starts:  # else it would wait long for what the topics' findings say already
         try:
-            with MqttTransport(look.url, run=look.run, node=look.node, prefix=look.prefix) as transport:
+            with MqttTransport(look.access, run=look.run, node=look.node) as transport:
                 chunk = transport.chunk_size
                 yield Finding("transport", True, f"starts as node {look.node!r} of run {look.run!r}")
         except TransportError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgesplit.transport.address import Address
+from edgesplit.transport.access import Access
 from edgesplit.transport.caller import Caller, Got
 
 WAIT_S = 3.0
@@ -27,24 +27,26 @@ class Look:
     """One examination of a broker.
 
     Attributes:
-        url, address: where the broker is.
-        prefix: first part of the topics.
+        access: the broker, and how to get in.
         run: whose topics are used; one of the doctor's own by default.
         node, other: the nodes that the doctor is; names of its own by default.
         version: of MQTT.
     """
 
-    url: str
-    address: Address
+    access: Access
     version: str = "5"
-    prefix: str = "edgesplit"
     run: str = field(default_factory=_fresh("run"))
     node: str = field(default_factory=_fresh("a"))
     other: str = field(default_factory=_fresh("b"))
 
+    @property
+    def prefix(self) -> str:
+        """First levels of the topics."""
+        return self.access.prefix
+
     def topic(self, node: str, what: str = "in") -> str:
         """Return a topic of the run; ``what`` is ``in`` or ``status``."""
-        return f"{self.prefix}/{self.run}/{node}/{what}"
+        return self.access.topic(self.run, node, what)
 
     def rule(self, topic: str) -> str:
         """Return the topic with ``+`` for the doctor's own names: what an access rule would say."""
@@ -58,5 +60,7 @@ class Look:
         Raises:
             TransportError: no connection comes about.
         """
-        name = f"{self.prefix.replace('/', '-')}-{self.run}-{node or self.node}-{secrets.token_hex(4)}"
-        return Caller(self.address, self.version, name, answer=answer, **options)
+        name = self.access.id_of(self.run, node or self.node, secrets.randbits(32))
+        if self.access.shares_ids:  # the doctor is several clients at once, and must not throw out a living node
+            name += f"-{secrets.token_hex(2)}"
+        return Caller(self.access, self.version, name, answer=answer, **options)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgesplit.errors import TransportError, TransportTimeout
-from edgesplit.transport.address import Address, unreachable
-from edgesplit.transport.mqtt import VERSIONS, identify, refusal
+from edgesplit.transport.access import Access
+from edgesplit.transport.address import unreachable
+from edgesplit.transport.client import Client, refusal
 
 KEEPALIVE = 30
 CLOSED = "the broker closed the connection"
@@ -26,7 +26,7 @@ class Got(NamedTuple):
     """A message that came; ``at`` in seconds since the epoch."""
 
     topic: str
-    payload: bytes | bytearray
+    payload: bytes
     retained: bool
     at: float
 
@@ -35,7 +35,7 @@ class Caller:
     """One connection without any of the transport's reliability: what the broker does is what is seen.
 
     Args:
-        address: the broker's.
+        access: the broker, and how to get in.
         version: ``"5"`` or ``"3.1.1"``; no other is tried.
         client_id: unique at the broker.
         timeout: seconds to wait for each of the broker's answers.
@@ -53,7 +53,7 @@ class Caller:
 
     def __init__(
         self,
-        address: Address,
+        access: Access,
         version: str,
         client_id: str,
         *,
@@ -65,8 +65,8 @@ class Caller:
         self.version = version
         self.packet_limit = 0
         self.lost: str | None = None
-        self._address, self._timeout = address, timeout
-        self._no_delay, self._quick_ack, self._answer = no_delay, quick_ack, answer
+        self._access, self._address, self._timeout = access, access.address, timeout
+        self._quick_ack, self._answer = quick_ack, answer
         self._got: queue.SimpleQueue[Got | None] = queue.SimpleQueue()
         self._heard = threading.Condition()
         self._connack: ReasonCode | None = None
@@ -74,10 +74,15 @@ class Caller:
         self._acknowledged: dict[int, str | None] = {}
         self._client = self._new_client(client_id)
         try:
-            self._client.connect(address.host, address.port, KEEPALIVE)
+            self._client.connect(self._address.host, self._address.port, KEEPALIVE)
         except (OSError, ValueError) as error:
             self.close()
-            raise unreachable(address, error) from None
+            raise unreachable(self._address, error) from None
+        except TransportError:
+            self.close()
+            raise
+        if self._client.raw is not None and not no_delay:
+            self._client.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
         self._client.loop_start()
         self._enter()
 
@@ -122,7 +127,7 @@ class Caller:
         self._client.loop_stop()
         # The callbacks hold this object, which holds the client, whose sockets close when nobody holds it.
         self._client.on_connect = self._client.on_disconnect = self._client.on_subscribe = None
-        self._client.on_publish = self._client.on_message = self._client.on_socket_open = None
+        self._client.on_publish = self._client.on_message = None
 
     def __enter__(self) -> Self:
         return self
@@ -130,20 +135,11 @@ class Caller:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _new_client(self, client_id: str) -> paho.Client:
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=client_id,
-            clean_session=None if self.version == "5" else True,
-            protocol=VERSIONS[self.version],
-            transport="websockets" if self._address.websockets else "tcp",
-            reconnect_on_failure=False,
-        )
-        client.connect_timeout = self._timeout
-        identify(client, self._address)
+    def _new_client(self, client_id: str) -> Client:
+        client = Client(self._access, client_id, mqtt=self.version, timeout=self._timeout)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
         client.on_subscribe, client.on_publish = self._on_subscribe, self._on_publish
-        client.on_message, client.on_socket_open = self._on_message, self._on_socket_open
+        client.on_message = self._on_message
         return client
 
     def _enter(self) -> None:
@@ -155,6 +151,8 @@ class Caller:
         if self._connack is not None:
             raise refusal(self._address, self._connack.getName())
         what = "hangs up" if self.lost else f"does not answer within {self._timeout:g} s"
+        if (trouble := self._client.trouble(ask=True)) is not None:
+            raise trouble
         raise TransportError(f"{self._address} took the connection but {what} in MQTT {self.version}")
 
     def _answered(self, answers: dict[int, str | None], number: int | None, what: str) -> str | None:
@@ -189,16 +187,11 @@ class Caller:
             self._acknowledged[number] = code.getName() if code.is_failure else None
             self._heard.notify_all()
 
-    def _on_message(self, client: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
-        sock = client.socket()
-        if self._quick_ack and isinstance(sock, socket.socket) and hasattr(socket, "TCP_QUICKACK"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        got = Got(message.topic, message.payload, message.retain, time.time())
+    def _on_message(self, _c: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
+        if self._quick_ack:
+            self._client.quick_ack()
+        got = Got(message.topic, bytes(message.payload), message.retain, time.time())
         if self._answer is None:
             self._got.put(got)
         else:
             self._answer(self, got)
-
-    def _on_socket_open(self, _c: paho.Client, _u: Any, sock: Any) -> None:
-        if isinstance(sock, socket.socket):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, int(self._no_delay))

@@ -14,8 +14,10 @@ from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from edgesplit.transport.client import Client, Publish, plain
-from edgesplit.transport.mqtt import VERSIONS, MqttTransport
+from edgesplit.transport.access import Access
+from edgesplit.transport.client import PROTOCOLS as VERSIONS
+from edgesplit.transport.mqtt import MqttTransport
+from edgesplit.transport.quick import Publish, Quick, plain
 from tests.brokers import Mosquitto
 
 
@@ -50,7 +52,7 @@ def test_a_plain_publish(version: str, topic: str, payload: bytes, retain: bool)
 @pytest.mark.parametrize("version", list(VERSIONS))
 @pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 16_383, 16_384, 300_000, 2_097_152])
 def test_packets_are_pahos(version: str, size: int) -> None:
-    client = Client(CallbackAPIVersion.VERSION2, protocol=VERSIONS[version])
+    client = Quick(CallbackAPIVersion.VERSION2, protocol=VERSIONS[version])
     client.on_socket_register_write = lambda *_: None
     payload, topic = bytearray(b"x" * size), "a/b\N{GREEK SMALL LETTER MU}"
     client.post(topic, payload)
@@ -92,10 +94,10 @@ def test_whatever_comes_it_is_a_message_or_left_to_paho(command: int, data: byte
 @pytest.mark.parametrize("version", list(VERSIONS))
 def test_the_installed_paho_goes_this_way(mosquitto: Mosquitto, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Where paho's private parts have changed, everything still arrives, but slowly: then this fails."""
-    slow: list[Client] = []
+    slow: list[Quick] = []
     original = paho.Client._handle_publish
     monkeypatch.setattr(paho.Client, "_handle_publish", lambda self: slow.append(self) or original(self))
-    with MqttTransport(mosquitto.url, run=f"fast-{version}", node="a", mqtt_version=version) as a:
+    with MqttTransport(Access(mosquitto.url, mqtt=version), run=f"fast-{version}", node="a") as a:
         deadline = time.monotonic() + 5
         while not a.connected and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -104,7 +106,7 @@ def test_the_installed_paho_goes_this_way(mosquitto: Mosquitto, monkeypatch: pyt
 
 
 def test_a_callback_may_be_missing() -> None:
-    client = Client(CallbackAPIVersion.VERSION2)
+    client = Quick(CallbackAPIVersion.VERSION2)
     command, data = written("3.1.1", "t", b"x", qos=0)
     client._in_packet["command"], client._in_packet["packet"] = command, data
     assert client._handle_publish() == paho.MQTT_ERR_SUCCESS
