@@ -115,7 +115,8 @@ class Inbound:
         if frame.part == 0:
             self._proven = True
             self._filled = self._due = 0
-            self._body = frame.payload if frame.parts == 1 else self._bodies.take(frame.total)
+            # Memory of its own either way, in which arrays are aligned.
+            self._body = memoryview(bytes(frame.payload)) if frame.parts == 1 else self._bodies.take(frame.total)
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
         if (
             body is None

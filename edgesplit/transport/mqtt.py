@@ -483,10 +483,11 @@ class MqttTransport:
         """Act on what the endpoint says; with the lock held, so that packets keep their order."""
         for effect in effects:
             if isinstance(effect, Publish):
-                if self._connected:
-                    # With QoS above 0 paho keeps the payload, whose header changes when it is sent again.
-                    data = effect.data if self._qos == 0 else bytes(effect.data)
-                    self._client.publish(self._topic(effect.peer), data, qos=self._qos)
+                if self._connected and self._qos == 0:
+                    self._client.post(self._topic(effect.peer), effect.data)
+                elif self._connected:
+                    # paho keeps the payload, whose header changes when it is sent again.
+                    self._client.publish(self._topic(effect.peer), bytes(effect.data), qos=self._qos)
             elif isinstance(effect, Deliver):
                 if effect.message.kind == "refused":
                     self._refused[effect.message.sender] = str(effect.message.meta["reason"])
@@ -546,7 +547,7 @@ class MqttTransport:
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
             return  # a cleared status
-        name, status = message.topic.split("/")[-2], self._endpoint.read(message.payload)
+        name, status = message.topic.split("/")[-2], self._endpoint.read(bytes(message.payload))
         if name == self.node:
             self._heard_own(status, message.retain)
         elif frames.valid_name(name):
