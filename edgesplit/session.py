@@ -223,6 +223,7 @@ class Session:
         """
         self._want(plan)
         try:
+            self._catch_up()
             self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
             self.training.adopt_plan()
         except BaseException as error:
