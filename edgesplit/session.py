@@ -399,7 +399,7 @@ class Session:
 
     def links(self) -> dict[str, int]:
         """Payload bytes sent so far, ``a->b`` -> bytes, as the nodes last told."""
-        told = {**self._conductor.traffic, COORDINATOR: self._transport.traffic()}
+        told = {**self._conductor.traffic, COORDINATOR: self._transport.traffic(COORDINATOR)}
         return {f"{src}->{dst}": n for src in sorted(told) for dst, n in sorted(told[src].items())}
 
     # -- the end

@@ -246,7 +246,7 @@ class Worker:
         if message.kind == "report":
             self._on_step()
         if message.kind in {"report", "fetched"}:
-            traffic = {"traffic": dict(self._transport.traffic())}
+            traffic = {"traffic": dict(self._transport.traffic(self.name))}
             message = _with_meta(message, self._take_events() | traffic)
         if self._emulator is not None and message.kind in DATA_KINDS:
             message = self._emulator.stamp(send.to, message, self._clock())

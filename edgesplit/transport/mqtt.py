@@ -247,7 +247,7 @@ class MqttTransport:
         """Packets that were dropped because they are not what they should be."""
         return self._endpoint.rejected
 
-    def traffic(self) -> Mapping[str, int]:
+    def traffic(self, node: str) -> Mapping[str, int]:
         """Bytes sent so far, by receiver; what is sent again does not count."""
         with self._lock:
             return self._endpoint.traffic()

@@ -186,7 +186,8 @@ def test_a_tensor_of_64_mb(network: Open) -> None:
     assert np.array_equal(unpack(take(inbox, 60).arrays)["h"], values)
     assert take(inbox).micro == 1
     a.flush(10)
-    assert 64 << 20 < a.traffic()["b"] < 65 << 20
+    assert 64 << 20 < a.traffic("a")["b"] < 65 << 20
+    assert b.traffic("b") == {}, "it has sent nothing"
 
 
 def test_a_receiver_that_comes_later_gets_what_was_sent(network: Open) -> None:
