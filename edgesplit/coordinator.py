@@ -382,9 +382,10 @@ class Coordinator:
     # -- nodes that start anew
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
+        here = self.roster.here(message.sender)
         again = self.roster.hello(message.sender, str(message.meta.get("life")))
         if message.sender not in self._nodes:
-            return [NodeChanged(message.sender, "waits", "it joins with the next round")]
+            return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
             return []
         if self.on_lost == "stop":

@@ -99,8 +99,9 @@ class Member:
             return []
         boot, self._gone = str(message.meta.get("boot")), None
         before, self._coordinator = self._coordinator, boot
-        # It was started again, and knows nobody.
-        return [self.greet()] if before not in (None, boot) else []
+        # It may have been started again, and know nobody; so may the first that is seen: another may have died with the
+        # hello that it had acknowledged.
+        return [self.greet()] if before != boot else []
 
     def _refused(self, message: Message) -> None:
         """A neighbour that refuses fails the probe, by name."""
