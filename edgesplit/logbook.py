@@ -115,6 +115,20 @@ class Logbook:
             return None
         return progress_of(lines)
 
+    def last(self) -> tuple[int, int]:
+        """Return the last term and the next number of a micro-batch that any file tells of.
+
+        A successor that begins before the last of them must not use these again: what was sent then may still come.
+        """
+        loads = self._directory.glob("progress-*.jsonl") if self._directory is not None else ()
+        return last_of(self.read(int(match[1])) for path in loads if (match := _NAME.fullmatch(path.name)))
+
+
+def last_of(found: Iterable[Progress | None]) -> tuple[int, int]:
+    """Return the last term and the next number of a micro-batch."""
+    known = [(progress.term, progress.micro) for progress in found if progress is not None]
+    return max((term for term, _ in known), default=0), max((micro for _, micro in known), default=0)
+
 
 def begun(record: Mapping[str, Any]) -> int | None:
     """Return the load whose records begin, or go on, with this one; None: it belongs to those of the last."""

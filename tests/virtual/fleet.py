@@ -61,7 +61,7 @@ class Case:
     def synchronous(self) -> bool:
         return METHODS[self.method].synchronous
 
-    def coordinator(self) -> Coordinator:
+    def coordinator(self, first_request: int = 1) -> Coordinator:
         return Coordinator(
             self.plan,
             self.cutting,
@@ -71,6 +71,7 @@ class Case:
             loss_scale=replace(self.scale),
             max_skipped=self.max_skipped,
             step_timeout=math.inf,
+            first_request=first_request,
         )
 
     def machine(self, name: str, barrier: bool) -> NodeMachine:

@@ -155,12 +155,22 @@ class CoordinatorProgram:
         return ()
 
     def on_message(self, message: Message, now: float) -> Sequence[Out]:
+        self._check_answer(message)
         outs = self._act(self.coordinator.receive(message, now))
         if self._order is None and self._missing():
             return outs
         if not self.coordinator.busy and not self.done:
             outs += self._proceed(now)
         return outs
+
+    def _check_answer(self, message: Message) -> None:
+        """No answer to one question is taken for one to another."""
+        c, number = self.coordinator, message.meta.get("request")
+        for request in [*c._requests.values(), *([c._recovery] if c._recovery else [])]:
+            if number == request.asking and message.sender in request.asked:
+                assert message.kind == f"{request.asked[message.sender][0]}ed", (
+                    f"{message.kind} answers {request.asked}"
+                )
 
     def _missing(self) -> list[str]:
         """Who has not joined, as in Conductor.join."""

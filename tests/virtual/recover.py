@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from edgesplit.coordinator import Coordinator, StepDone
-from edgesplit.logbook import Progress, begun, progress_of
+from edgesplit.logbook import Progress, begun, last_of, progress_of
 from edgesplit.protocol import Commit
 from edgesplit.recovery import Line, Point, Standing
 from edgesplit.sheets import Agenda, Draft, evaluation
@@ -50,6 +50,9 @@ class Book:
 
     def read(self, load: int) -> Progress | None:
         return progress_of(self._files[load]) if load in self._files else None
+
+    def last(self) -> tuple[int, int]:
+        return last_of(map(self.read, self._files))
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Recovery:
         devices = [route.device for route in self.case.plan.routes]
         agenda = Agenda({d: [rng.randint(2, 5) for _ in range(2)] for d in devices}, lambda step: 1 + step % 3)
         self.tests = {d: [rng.randint(0, 3)] for d in devices} if rng.random() < 0.2 else {}
-        return [agenda.round(devices, steps=rng.choice([1, 2, 2, 3])) for _ in range(rng.choice([1, 2, 2, 3]))]
+        return [agenda.round(devices, steps=rng.choice([1, 2, 3, 4])) for _ in range(rng.choice([1, 1, 2, 3]))]
 
     # -- the run
 
@@ -158,7 +161,7 @@ class Recovery:
         return make
 
     def _coordinator(self, client: Client, disk: dict[str, Any]) -> Process:
-        coordinator, book = self.case.coordinator(), Book(disk)
+        coordinator, book = self.case.coordinator(self.world.lives[COORDINATOR] << 20), Book(disk)
         coordinator.on_lost, coordinator.patience = "wait", math.inf
         driver = Driver(self, coordinator, book, disk, again=self.world.lives[COORDINATOR] > 1)
         program = CoordinatorProgram(coordinator, driver.script(), note=book.note, told=self._told)
@@ -172,7 +175,7 @@ class Recovery:
     # -- what must come of it
 
     def expect(self, number: int) -> Expected:
-        """What round ``number`` comes to, undisturbed; asked for when it has ended, for its clip factors are known then."""
+        """What round ``number`` comes to, undisturbed. Asked for once it has ended: its clip factors are known then."""
         if number not in self.expected:
             oracle, drafts, found = self.oracle, self.rounds[number - 1], Expected()
             if self.case.synchronous:
@@ -277,13 +280,13 @@ class Driver:
             self.first, self.given = found.round + 1, found.held
             coordinator.next_micro, coordinator.term = found.micro, found.term
             load, step, standing = found.load, found.step, Standing(found.scale, found.good, 0, 0)
-        line, term, micro = Line(Point(load, step - 1), standing), 0, 0
+        line = Line(Point(load, step - 1), standing)
         progress = self.book.read(load)
         if progress is not None and progress.base == line.base:
             drafts = trial.rounds[self.first - 1] if self.first <= len(trial.rounds) else []
             line = progress.line({draft.step: draft for draft in drafts})
-            term, micro, self.ended = progress.term, progress.micro, list(progress.done)
-        return Resume(line, term, micro)
+            self.ended = list(progress.done)
+        return Resume(line, *self.book.last())
 
 
 def recover(seed: int) -> Recovery:
