@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,7 @@ def make_conductor(
         step_timeout=experiment.timeouts.step_s,
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
+        first_request=1 + secrets.randbits(48),
     )
     return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
 

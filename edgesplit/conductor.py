@@ -77,7 +77,7 @@ class Conductor:
             TransportTimeout: some have not within ``timeout`` seconds; names them.
         """
         deadline = self._clock() + timeout
-        while missing := [node for node in nodes if node not in self.hellos]:
+        while missing := [node for node in nodes if not self.coordinator.roster.here(node)]:
             left = deadline - self._clock()
             if left <= 0:
                 names = ", ".join(self._named(node) for node in missing)
@@ -89,7 +89,6 @@ class Conductor:
             if message is not None:
                 self._raise_failed(self._take(message))
                 if message.kind == "status" and message.meta.get("state") == "offline":
-                    self.hellos.pop(message.sender, None)  # it must come again
                     self._online.pop(message.sender, None)
             self._watch()
             self._refuse_mute(missing)

@@ -166,6 +166,8 @@ class Coordinator:
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
         on_lost, patience: whether a lost node is waited for, and for how many seconds.
+        first_request: number of its first question. What was answered to a coordinator that died may reach its
+            successor, so their numbers must not meet.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class Coordinator:
         step_timeout: float = 120.0,
         on_lost: OnLost = "stop",
         patience: float = 60.0,
+        first_request: int = 1,
     ) -> None:
         self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
@@ -200,7 +203,7 @@ class Coordinator:
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
-        self._request_numbers = count(1)
+        self._request_numbers = count(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
         self.roster = Roster()
@@ -383,9 +386,10 @@ class Coordinator:
     # -- nodes that start anew
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
+        here = self.roster.here(message.sender)
         again = self.roster.hello(message.sender, str(message.meta.get("life")))
         if message.sender not in self._nodes:
-            return [NodeChanged(message.sender, "waits", "it joins with the next round")]
+            return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
             return []
         if self.on_lost == "stop":

@@ -173,6 +173,7 @@ class Training:
         progress: Progress | None,
         standing: Standing,
         number: int = 1,
+        last: tuple[int, int] = (0, 0),
     ) -> None:
         """Go on with a run that has stopped: where the nodes have kept it, or where its round began.
 
@@ -182,15 +183,16 @@ class Training:
             progress: how far it had come since; None: not known.
             standing: the coordinator's at that point.
             number: of the round.
+            last: the last term and the next number of a micro-batch, as far as they are known.
         """
         agenda = self.drawn
         self._given = {n: dict(held[n]) if held else self._initial(n) for n in self.plan.nodes()}
-        line, term, micro = Line(Point(load, agenda.step - 1), standing), 0, 0
+        line = Line(Point(load, agenda.step - 1), standing)
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
             line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
-            term, micro, self._ended = progress.term, progress.micro, list(progress.done)
-        self.conductor.resume(line, term, micro)
+            self._ended = list(progress.done)
+        self.conductor.resume(line, *last)
 
     def _initial(self, node: str) -> Arrays:
         params, buffers = self.names.of(self.plan.layers_of(node))
