@@ -1,6 +1,6 @@
 """Faults that end a run do so in one line that says what and what to do; nothing runs on, and nothing is lost.
 
-Those that a run survives are in ``test_recovery.py``; here ``on_node_lost`` is ``stop``, or what is waited for is short.
+Those that a run survives are in ``test_recovery.py``: here ``on_node_lost`` is ``stop``, or the waits are short.
 Most of the time of a fault goes by while processes start or wait, so all that were chosen run side by side.
 """
 
