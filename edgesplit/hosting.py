@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgesplit.errors import EdgesplitError, RunError, TaskError
+from edgesplit.errors import EdgesplitError, RunError, TaskError, Unreachable
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
@@ -22,6 +22,9 @@ from edgesplit.transport.key import Key
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
+
+CALL_S = 0.5
+"""How often a local node calls a broker that it cannot reach: its coordinator has, so it is coming back."""
 
 LAST_WORDS_S = 1.0
 """How long a node may take to end by itself after its stdin has closed: at a run's end both happen."""
@@ -137,7 +140,7 @@ def run_nodes(
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(access, run=run, node=name, key=key, give_up=broker_s) as transport:
+            with _connected(access, run, name, key, give_up=broker_s, again=local) as transport:
                 say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(
                     name,
@@ -164,6 +167,18 @@ def run_nodes(
         if isinstance(error, EdgesplitError | KeyboardInterrupt):
             raise error
         raise RunError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _connected(access: Access, run: str, name: str, key: Key | None, *, give_up: float, again: bool) -> MqttTransport:
+    """Connect a node; ``again``: for as long as it would wait for the broker later."""
+    deadline = time.monotonic() + (give_up if again else 0.0)
+    while True:
+        try:
+            return MqttTransport(access, run=run, node=name, key=key, give_up=give_up)
+        except Unreachable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(CALL_S)
 
 
 def state_directory(run: str) -> Path:

@@ -18,7 +18,7 @@ from paho.mqtt import client as paho
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.errors import FrameError, TransportError, TransportTimeout, Unreachable
 from edgesplit.transport import frames
 from edgesplit.transport.access import VERSIONS, Access
 from edgesplit.transport.address import unreachable
@@ -157,6 +157,8 @@ class MqttTransport:
             self._pump.close()
             if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
                 raise self._thrown_out() from None
+            if isinstance(error, TransportError) and self._answers.lost is not None:
+                raise Unreachable(str(error)) from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -287,7 +289,7 @@ class MqttTransport:
             if silent := time.monotonic() - began >= self._timeout:
                 break
         what = f"does not answer within {self._timeout:g} s" if silent else "hangs up"
-        raise TransportError(
+        raise Unreachable(
             f"{self._address} took the connection but {what} in MQTT {' or '.join(versions)}: "
             "is it a broker's port, and the right one for this url?"
         )

@@ -17,6 +17,9 @@ from tests.system.command import Command, Shell, wait_until
 from tests.system.relay import Relay
 
 STEPS, ROUNDS = 6, 9
+SETTLE_S = 0.3
+"""Until all others have come as far as they can."""
+
 PATIENCE_S = 100
 OPTIONS = (
     "task=gated.py:points",
@@ -146,8 +149,7 @@ class Stage:
     def resume(self) -> None:
         """Start the coordinator again, as a user does."""
         self._earlier += self.run.stderr
-        begun = (self.place.cwd / "runs" / "r" / "state").is_dir()
-        self.start_run(*(["--resume"] if begun else []))
+        self.start_run("--resume")
         self.run.wait_for("nodes have joined")
 
     # -- what was said
@@ -189,6 +191,7 @@ class Stage:
                 wait_until("the run's key", (self.place.cwd / "runs" / "r" / "key").exists)
                 self.start_nodes()
         wait_until(f"{phase} of {self.victim}", self._is_held)
+        time.sleep(SETTLE_S)
         told, cuts, began = self.last_step(), self._cuts(), time.monotonic()
         self.fault.inflict(self)
         over = time.monotonic()
