@@ -41,6 +41,9 @@ LEAST_CHUNK = 1024
 SHORTER = (60 << 10, 15 << 10)
 """Bytes of the chunks that are tried where the broker swallows one of the full size."""
 
+AWAY_S = 60.0
+"""How long a probe waits for those that are away, beside its own time."""
+
 KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
 """How often a broker that hangs up before it has answered is called, and the pause in between."""
@@ -217,7 +220,7 @@ class MqttTransport:
             for peer in sorted(wanted):
                 self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
-            if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
+            if not self._wait_for_answers(wanted, timeout):
                 silent = sorted(wanted - self._reached)
                 for known in silent:
                     if known in self._refused:
@@ -227,6 +230,16 @@ class MqttTransport:
                     f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
                     f"{self.node!r} publish there?"
                 )
+
+    def _wait_for_answers(self, wanted: set[str], timeout: float) -> bool:
+        """The time without a connection, or until one that is being started again is back, does not count."""
+        left, longest = timeout, time.monotonic() + timeout + AWAY_S
+        while (began := time.monotonic()) < longest and left > 0:
+            if self._progress.wait_for(lambda: wanted <= self._reached, min(left, 0.25)):
+                return True
+            if self._connected and not any(map(self._endpoint.away, wanted - self._reached)):
+                left -= time.monotonic() - began
+        return False
 
     def forget(self, node: str) -> None:
         """Drop what is waiting for a node that will not come back."""

@@ -22,20 +22,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.system.command import shell
-from tests.system.stage import FAULTS, OPTIONS, PHASES, Hit, Stage
+from tests.system.stage import FAULTS, OPTIONS, PHASES, VICTIMS, Hit, Stage
 
-KILLS_A_RUN = 4
-"""Of a local process: it may be killed five times a minute."""
+KILLS_A_RUN = {"kill": 4, "kill-twice": 2, "with-broker": 4}
+"""Phases a run, by fault: a local process may be killed five times a minute."""
 
+NODE = (
+    *("kill", "kill-twice", "kill-hand", "with-broker", "hang", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60"),
+    *("reset-10", "disk", "clock", "clock-kill"),
+)
 ROLES: dict[str, tuple[str, ...]] = {
-    "device": ("kill", "hang", "kill-hand", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60", "reset-10", "disk"),
-    "edge": ("kill", "hang", "kill-hand", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60", "reset-10", "disk"),
-    "cloud": ("kill", "hang", "kill-hand", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60", "reset-10", "disk"),
-    "broker": ("kill", "kill-hand", "kill-embedded", "pause-3", "pause-25"),
+    "device": NODE,
+    "edge": NODE,
+    "cloud": NODE,
+    "broker": ("kill", "kill-hand", "kill-embedded", "down-45", "pause-3", "pause-25"),
     "coordinator": ("kill", "kill-hand", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60", "reset-10"),
     "all": ("kill", "kill-hand"),
 }
-ROLES = {role: (*faults, "clock", "clock-kill") if len(faults) > 8 else faults for role, faults in ROLES.items()}
 
 
 class Cell(NamedTuple):
@@ -117,8 +120,8 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
     for cell in cells:
         by_fault.setdefault((cell.role, cell.fault), []).append(cell)
     runs = []
-    for (_, fault), found in by_fault.items():
-        most = KILLS_A_RUN if fault == "kill" else len(found)
+    for (role, fault), found in by_fault.items():
+        most = KILLS_A_RUN.get(fault, len(found)) if role in VICTIMS else len(found)
         runs += [found[i : i + most] for i in range(0, len(found), most)]
     return runs
 

@@ -268,6 +268,42 @@ def _kill_node(stage: Stage) -> None:
     wait_until("the node's return", lambda: stage.came_back() > before)
 
 
+def _kill_twice(stage: Stage) -> None:
+    """The process that is started in the place of a killed one is killed as soon as it is there."""
+    before, first = stage.came_back(), _pid(stage)
+    os.kill(first, signal.SIGKILL)
+    stage.release()
+
+    def next_one() -> int | None:
+        with contextlib.suppress(ValueError):  # there is none
+            return pid if (pid := _pid(stage)) != first else None
+        return None
+
+    os.kill(wait_until("the next process", next_one), signal.SIGKILL)
+    wait_until("the node's return", lambda: stage.came_back() > before)
+
+
+def _kill_with_broker(stage: Stage) -> None:
+    """The node is started again while there is no broker."""
+    before = stage.came_back()
+    stage.broker.stop(signal.SIGKILL)
+    os.kill(_pid(stage), signal.SIGKILL)
+    stage.release()
+    time.sleep(12.0)
+    stage.broker.start()
+    wait_until("the node's return", lambda: stage.came_back() > before)
+
+
+def _down(seconds: float) -> Callable[[Stage], None]:
+    def inflict(stage: Stage) -> None:
+        stage.broker.stop(signal.SIGKILL)
+        stage.release()
+        time.sleep(seconds)
+        stage.broker.start()
+
+    return inflict
+
+
 def _kill_broker(stage: Stage) -> None:
     if stage.fault.where == "embedded":
         (pid,) = (pid for pid, line in stage.run.processes().items() if "edgesplit-broker-" in line)
@@ -354,6 +390,11 @@ FAULTS: dict[str, Fault] = {
     "kill": Fault("`kill -9`, a local process", _kill, "local"),
     "kill-hand": Fault("`kill -9`, started again by hand", _kill),
     "kill-embedded": Fault("`kill -9`, the embedded broker", _kill, "embedded"),
+    "kill-twice": Fault("`kill -9` twice in a row, a local process", _kill_twice, "local"),
+    "with-broker": Fault(
+        "`kill -9` of a local process and of the broker, which is back after 12 s", _kill_with_broker, "local"
+    ),
+    "down-45": Fault("`kill -9`, back after 45 s", _down(45.0), "local"),
     "hang": Fault("stopped for ever (SIGSTOP), a local process", _hang, "local"),
     "pause-3": Fault("stopped for 3 s", _pause(3.0)),
     "pause-25": Fault("stopped for 25 s", _pause(25.0)),
