@@ -156,11 +156,12 @@ class MqttTransport:
             self._probe_own_topic()
             self._claim_name()
         except BaseException as error:
+            broke = self._answers.lost is not None and isinstance(error, TransportError)
             self._drop(self._client)
             self._pump.close()
-            if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
+            if broke and self._access.shares_ids:
                 raise self._thrown_out() from None
-            if isinstance(error, TransportError) and self._answers.lost is not None:
+            if broke:
                 raise Unreachable(str(error)) from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
