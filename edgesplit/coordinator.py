@@ -212,6 +212,8 @@ class Coordinator:
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
         self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
         self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+        self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
+        self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -306,6 +308,12 @@ class Coordinator:
             return self._report(message, now)
         return self._reply(message, now)
 
+    def malformed(self, message: Message, error: str, now: float) -> list[Effect]:
+        """Note that a message was dropped because it is none: its sender is named if it is waited for in vain."""
+        if message.sender in self._nodes:
+            self._malformed[message.sender] = f"{message.kind!r}: {error}"
+        return []
+
     def _status(self, message: Message, now: float) -> list[Effect]:
         node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
         if message.meta.get("state") != "offline":
@@ -331,6 +339,8 @@ class Coordinator:
         if request is None or message.sender not in request.asked:
             return []
         self._progress_at = now
+        if request.then is not None:
+            kept_of(message.meta)  # one that is malformed is no answer
         request.replies[message.sender] = message
         if len(request.replies) < len(request.asked):
             return []
@@ -354,7 +364,14 @@ class Coordinator:
         if now - self._progress_at < self.step_timeout:
             return []
         what = f"no progress {self._where()} for {self.step_timeout:g} s"
-        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, self._missing()))}"))]
+        missing = self._missing()
+        wrong = [
+            f"{node!r} sent a message that is none ({self._malformed[node]})"
+            for node in missing
+            if node in self._malformed
+        ]
+        why = "".join(f"; {text}: run the same version everywhere" for text in wrong[:1])
+        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, missing))}{why}"))]
 
     def _overdue(self, now: float) -> list[Effect]:
         lost = {node: absence for node, absence in self.roster.lost.items() if node in self._nodes}
@@ -387,7 +404,7 @@ class Coordinator:
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
         here = self.roster.here(message.sender)
-        again = self.roster.hello(message.sender, str(message.meta.get("life")))
+        again = self.roster.hello(message.sender, str(message.meta.get("life"))[:64])
         if message.sender not in self._nodes:
             return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
@@ -524,16 +541,30 @@ class Coordinator:
         self._check_sums(message)
         for entry in self._open:
             if entry.step.step == report.step and message.sender in entry.participants:
-                entry.reports[message.sender] = report
+                entry.reports[message.sender] = self._its_own(report, message.sender, entry)
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
         return self._close_complete(now)
 
     def _check_sums(self, message: Message) -> None:
         known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
-        for name in message.arrays:
+        for name, packed in message.arrays.items():
             if name.partition("/")[0] not in known:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
+            if self.like and self.like.get(name) != (packed.shape, packed.dtype):
+                raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
+
+    def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
+        """Return what a node can know: of its own layers, and of the losses of routes that end on it."""
+        ends = {route.device for route in self.plan.routes if route.stages[-1].node == node}
+        losses = {micro.micro for micro in entry.step.micros if micro.device in ends}
+        layers = set(self.plan.layers_of(node))
+        return replace(
+            report,
+            layers={layer: pair for layer, pair in report.layers.items() if layer in layers},
+            losses={micro: pair for micro, pair in report.losses.items() if micro in losses},
+            metrics={device: values for device, values in report.metrics.items() if device in ends},
+        )
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -28,6 +28,10 @@ PROBE_S = 10.0
 """How long a node waits for its neighbours' transports to answer: a broker's rule may swallow a topic silently."""
 
 
+MOST_DUE = 65_536
+"""Messages that an emulated link holds, at most; more arrive at once."""
+
+
 class Worker:
     """Runs one node until the coordinator says stop.
 
@@ -152,7 +156,7 @@ class Worker:
                 self._heed(effect.message)
 
     def _heed(self, message: Message) -> None:
-        if message.kind in DATA_KINDS and self._emulator is not None:
+        if message.kind in DATA_KINDS and self._emulator is not None and len(self._due) < MOST_DUE:
             due = self._emulator.due(message)
             self._taken += 1
             heapq.heappush(self._due, (due, self._taken, message))
