@@ -180,7 +180,7 @@ def assignments(
     loss_scale: float,
     reference: Mapping[str, Any],
     identity: str,
-    places: Mapping[str, int],
+    places: Mapping[str, tuple[int, int]],
     configs: Mapping[str, Mapping[str, Any]],
     emulate: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Assignment]:
@@ -191,7 +191,7 @@ def assignments(
         loss_scale: the first step's.
         reference: how another process finds the Task.
         identity: of the run.
-        places: device -> its index among all, also those that are missing: what its data is cut by.
+        places: device -> its index, and of how many: what its data is cut by.
         configs: device -> its free ``config``.
         emulate: node -> how it plays a slower one.
     """
@@ -204,8 +204,8 @@ def assignments(
         if node in places:
             data = experiment.data.model_dump(exclude_none=True)
             shard = {
-                "index": places[node],
-                "count": len(places),
+                "index": places[node][0],
+                "count": places[node][1],
                 "config": dict(configs.get(node, {})),
                 "data": data,
             }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, did_you_mean
@@ -77,6 +78,7 @@ def make_conductor(
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
     say: Callable[[str], None],
+    admit: Admit | None,
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -95,6 +97,7 @@ def make_conductor(
         step_timeout=experiment.timeouts.step_s,
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
+        first_request=1 + secrets.randbits(48),
     )
     if experiment.federation.every == "step":
         params = model.weights()[0]
@@ -103,7 +106,7 @@ def make_conductor(
             for layer, names in enumerate(model.kit.params)
             for name in names
         }
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, say=say)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
 
 
 def make_training(
@@ -134,6 +137,8 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     topology = Topology.from_dict(plan.topology) if plan.topology is not None else None
 
     def parts(plan: Plan) -> dict[str, dict[str, Any]]:
+        for route in plan.routes:
+            places.setdefault(route.device, (len(places), max(len(places) + 1, len(devices))))
         told = assembly.assignments(
             model,
             plan,
@@ -149,10 +154,10 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
         )
         return {node: assignment.meta() for node, assignment in told.items()}
 
-    places = {route.device: index for index, route in enumerate(plan.routes)}
+    devices = [route.device for route in plan.routes]
+    places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
     conductor.coordinator.reassign = parts
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
-    devices = [route.device for route in plan.routes]
     sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
     training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}
     _check_cutting(conductor.coordinator.cutting, method, plan, sizes)

@@ -20,6 +20,7 @@ from edgesplit.errors import (
     did_you_mean,
 )
 from edgesplit.observe.recorder import Recorder
+from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line
 from edgesplit.schedule import Action, Event
@@ -28,6 +29,7 @@ from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message, Transport
 
 Asked = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
+Admit = Callable[[str, Mapping[str, Any], Plan], Plan]
 
 TURN_S = 0.25
 """How long the coordinator waits for a message before it looks at the clock and at its local processes."""
@@ -55,6 +57,7 @@ class Conductor:
         watch: called every :data:`TURN_S`; raises where a local process has died that cannot be started again.
         on_node: called with each change of a node.
         note: writes down what a successor would need.
+        admit: ``(node, hello, plan) ->`` the plan with a node that it does not name; raises where it may not join.
         clock: a monotonic clock in seconds.
         say: told, in a line, of nodes that are there and cannot take part.
     """
@@ -68,13 +71,14 @@ class Conductor:
         watch: Callable[[], None] = lambda: None,
         on_node: Callable[[NodeChanged], None] = lambda change: None,
         note: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        admit: Admit | None = None,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
         self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
+        self._admit = admit
         self._inbox = transport.mailbox(COORDINATOR)
-        self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
@@ -90,7 +94,7 @@ class Conductor:
             TransportTimeout: some have not within ``timeout`` seconds; names them.
         """
         deadline = self._clock() + timeout
-        while missing := [node for node in nodes if node not in self.hellos]:
+        while missing := [node for node in nodes if not self.coordinator.roster.here(node)]:
             left = deadline - self._clock()
             if left <= 0:
                 names = ", ".join(self._named(node) for node in missing)
@@ -102,7 +106,6 @@ class Conductor:
             if message is not None:
                 self._raise_failed(self._take(message))
                 if message.kind == "status" and message.meta.get("state") == "offline":
-                    self.hellos.pop(message.sender, None)  # it must come again
                     self._online.pop(message.sender, None)
             self._watch()
             self._refuse_mute(missing)
@@ -157,6 +160,9 @@ class Conductor:
         finally:
             self._running = False
 
+    def _where(self) -> str:
+        return "is in the middle of a round" if self._running else "is between two rounds"
+
     def _refuse_nested(self) -> None:
         """One thing at a time: a callback that asks for more would take the running round's steps away."""
         if self._running:
@@ -168,6 +174,9 @@ class Conductor:
                 self.transport.send(effect.to, effect.message)
             elif isinstance(effect, NodeChanged):
                 self._on_node(effect)
+                if effect.state == "waits":
+                    notice = {"text": f"the run {self._where()}: {effect.reason}"}
+                    self.transport.send(effect.node, Message(kind="notice", sender=COORDINATOR, meta=notice))
             elif isinstance(effect, Noted):
                 self._note(effect.record)
             elif not isinstance(effect, Failed):
@@ -190,11 +199,12 @@ class Conductor:
         if message.kind == "hello" and not self._greet(message):
             return []
         if message.kind == "refused":
-            if message.sender in self._nodes:
+            if message.sender in self.coordinator.known:
                 self._refused[message.sender] = str(message.meta.get("reason"))
                 self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
-        if message.kind == "status" and message.meta.get("state") == "online" and message.sender in self._nodes:
+        online = message.kind == "status" and message.meta.get("state") == "online"
+        if online and message.sender in self.coordinator.known:
             self._online.setdefault(message.sender, self._clock())
         now = self._clock()
         try:
@@ -205,30 +215,43 @@ class Conductor:
 
     def _greet(self, message: Message) -> bool:
         """Note a node's hello; return whether the run has such a node."""
-        nodes = self.coordinator.plan.nodes()
-        if message.sender in nodes:
+        if message.sender in self.coordinator.known:
             self.hellos[message.sender] = _facts(message.meta)
             return True
         if message.sender in self._strangers or len(self._strangers) >= MOST_STRANGERS:
             return False
+        if self._admit is not None:
+            return self._let_in(self._admit, message)
         self._strangers.add(message.sender)
+        nodes = self.coordinator.wanted.nodes()
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
         self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")
         return False
+
+    def _let_in(self, admit: Admit, message: Message) -> bool:
+        """Give a node that no file names a place, from the next round on; one that may not join is told why."""
+        try:
+            self.coordinator.want(admit(message.sender, message.meta, self.coordinator.wanted))
+        except EdgesplitError as error:
+            self._strangers.add(message.sender)
+            self._stop_one(message.sender, str(error))
+            return False
+        self.hellos[message.sender] = _facts(message.meta)
+        return True
 
     def _stop_one(self, node: str, error: str | None) -> None:
         meta = {} if error is None else {"error": error}
         self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=self.coordinator.term, meta=meta))
 
     def _record(self, message: Message) -> None:
-        if message.sender not in self._nodes:
+        if message.sender not in self.coordinator.known:
             return
         if isinstance(problem := message.meta.get("keeping"), str) and self._problems.get(message.sender) != problem:
             self._problems[message.sender] = problem
             self._on_node(NodeChanged(message.sender, "forgetful", problem))
         if isinstance(traffic := message.meta.get("traffic"), dict):
-            known = self._nodes | {COORDINATOR}
+            known = self.coordinator.known | {COORDINATOR}
             self.traffic[message.sender] = {to: n for to, n in traffic.items() if to in known and type(n) is int}
         rows = message.meta.get("events") or []
         if not isinstance(rows, list):

@@ -166,6 +166,8 @@ class Coordinator:
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
         on_lost, patience: whether a lost node is waited for, and for how many seconds.
+        first_request: number of its first question. What was answered to a coordinator that died may reach its
+            successor, so their numbers must not meet.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class Coordinator:
         step_timeout: float = 120.0,
         on_lost: OnLost = "stop",
         patience: float = 60.0,
+        first_request: int = 1,
     ) -> None:
         self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
@@ -192,7 +195,7 @@ class Coordinator:
         self._skipped_in_row = 0
         self._adds = add_replicas
         self.wanted = plan  # what it is when nobody is missing
-        self.known = frozenset(plan.nodes())
+        self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
         self._set_plan(plan)
@@ -200,14 +203,15 @@ class Coordinator:
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
-        self._request_numbers = count(1)
+        self._request_numbers = count(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
-        self.roster = Roster(self._nodes)
+        self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes in a new life that have not been told their part
+        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
+        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
         self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
         self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
@@ -399,14 +403,16 @@ class Coordinator:
     # -- nodes that start anew
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
+        here = self.roster.here(message.sender)
         again = self.roster.hello(message.sender, str(message.meta.get("life"))[:64])
         if message.sender not in self._nodes:
-            return [NodeChanged(message.sender, "waits", "it joins with the next round")]
+            return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
             return []
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
         self._fresh.add(message.sender)
+        self._returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
@@ -439,6 +445,11 @@ class Coordinator:
         self._set_plan(plan)
         self._assigned = dict(self.reassign(plan))
         return self._assigned
+
+    def want(self, plan: Plan) -> None:
+        """Have another plan when the next round begins and its nodes are there."""
+        self.wanted = plan
+        self.known |= set(plan.nodes())
 
     def next_plan(self) -> Plan:
         """Return the plan for the next round: that which is wanted, without those who are not there."""
@@ -488,8 +499,9 @@ class Coordinator:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
         step = self.line.point().step
         where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
+        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
+        self._returned.clear()
         for request in self._requests.values():
             request.due = True
         return effects + self._catch_up(now)

@@ -390,7 +390,8 @@ class Engine:
         raise RunError(f"{self.name!r} does not know what {message.kind!r} asks")
 
     def _fetch(self, message: Message) -> Outcome:
-        layers = [self._names[i] for i in self.layers]
+        asked = message.meta.get("layers")
+        layers = [self._names[i] for i in self.layers if not isinstance(asked, list) or i in asked]
         held = self.store.export(layers)
         parts = {"param": held.params, "buffer": held.buffers}
         if message.meta.get("optimizer"):

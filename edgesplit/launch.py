@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit import checkpoint
+from edgesplit.admission import Admissions
 from edgesplit.assembly import build_model, remarks
 from edgesplit.coordinator import StepDone
 from edgesplit.costs import ProfileCosts
@@ -86,6 +87,8 @@ def run(launch: Launch) -> dict[str, Any]:
         launch.say(line)
     predicted = predicted_step(plan, experiment)
     reference = {"reference": loaded.reference, "args": dict(loaded.args)}
+    topology = Topology.load(experiment.topology_path)
+    admissions = Admissions(topology.admit, folder.name) if topology.admit is not None else None
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
         access, watch = _access(experiment, stack)
@@ -113,6 +116,7 @@ def run(launch: Launch) -> dict[str, Any]:
                 watch=watch,
                 identity=folder.identity,
                 resume=launch.resume,
+                admit=admissions.admit if admissions is not None else None,
                 directory=folder.path,
                 recorder=recorder,
                 callbacks=[Progress(experiment.rounds, style=launch.style)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +18,14 @@ class Absence:
 
 
 class Roster:
-    """The nodes of a run.
-
-    Args:
-        nodes: their names.
+    """The nodes that have come to a run.
 
     Attributes:
         lives: the random number that each living process of a node has told; a new one means that it lost its memory.
         lost: nodes that cannot be reached now.
     """
 
-    def __init__(self, nodes: Iterable[str]) -> None:
-        self.nodes = frozenset(nodes)
+    def __init__(self) -> None:
         self.lives: dict[str, str] = {}
         self.lost: dict[str, Absence] = {}
 
@@ -40,6 +35,14 @@ class Roster:
         self.lives[node] = life
         self.lost.pop(node, None)
         return again
+
+    def here(self, node: str) -> bool:
+        """Return whether a node has said hello and is not missing.
+
+        It need not say it again when its connection was broken; and what tells that its former life has ended may come
+        after the new one's hello.
+        """
+        return node in self.lives and node not in self.lost
 
     def gone(self, node: str, reason: str, now: float) -> bool:
         """Note that a node cannot be reached; return whether that is news."""

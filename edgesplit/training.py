@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Asked, Conductor
 from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
 from edgesplit.errors import ExperimentError, RunError
@@ -176,6 +176,7 @@ class Training:
         progress: Progress | None,
         standing: Standing,
         number: int = 1,
+        last: tuple[int, int] = (0, 0),
     ) -> None:
         """Go on with a run that has stopped: where the nodes have kept it, or where its round began.
 
@@ -185,15 +186,16 @@ class Training:
             progress: how far it had come since; None: not known.
             standing: the coordinator's at that point.
             number: of the round.
+            last: the last term and the next number of a micro-batch, as far as they are known.
         """
         agenda = self.drawn
         self._given = {n: dict(held[n]) if held else self._initial(n) for n in self.plan.nodes()}
-        line, term, micro = Line(Point(load, agenda.step - 1), standing), 0, 0
+        line = Line(Point(load, agenda.step - 1), standing)
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
             line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
-            term, micro, self._ended = progress.term, progress.micro, list(progress.done)
-        self.conductor.resume(line, term, micro)
+            self._ended = list(progress.done)
+        self.conductor.resume(line, *last)
 
     def _initial(self, node: str) -> Arrays:
         params, buffers = self.names.of(self.plan.layers_of(node))
@@ -281,8 +283,7 @@ class Training:
                 self.on_step(step)
             seconds = time.perf_counter() - start
             self._next = self.conductor.coordinator.next_plan()
-            wanted = optimizer or self.experiment.federation.optimizer_state == "average"
-            self.fetch(optimizer=wanted or self._next.routes != self.plan.routes)
+            self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
             return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
@@ -335,9 +336,39 @@ class Training:
         self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
         self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
 
+    def adopt_plan(self) -> bool:
+        """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
+
+        Only the layers that change hands are sent, with their optimizers' state.
+        """
+        self._next = self.conductor.coordinator.next_plan()
+        if self._next.routes == self.plan.routes:
+            return False
+        if not self.held:  # before the first round
+            self.held = {node: Held(dict(arrays)) for node, arrays in self._given.items()}
+            self._whole = True
+        self._distribute({})
+        return True
+
+    def _fetch_state(self, layers: set[int]) -> None:
+        """Ask for the optimizers' state of these layers, of one node each, where it was not fetched."""
+        if self._whole or not layers:
+            return
+        replicas = self.plan.replicas()
+        holders: dict[str, list[int]] = {}
+        for layer in sorted(layers):
+            holder = next((node for node in replicas[layer] if node in self.held), None)
+            if holder is not None:
+                holders.setdefault(holder, []).append(layer)
+        asked: Asked = {node: ({"optimizer": True, "layers": mine}, {}) for node, mine in holders.items()}
+        for node, reply in self.conductor.ask("fetch", asked).items():
+            found = Held(unpack(reply.arrays)).part("optimizer")
+            self.held[node].arrays |= {f"optimizer/{name}": array for name, array in found.items()}
+
     def _change_plan(self, plan: Plan, changed: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Tell everybody another plan; return what each has to be given: of layers that it had, what has changed."""
         before, coordinator = self.plan, self.conductor.coordinator
+        self._fetch_state({layer for layers in moved(before, plan).values() for layer in layers})
         whole = {node: held.arrays for node, held in self.held.items()}
         # Until all have their new layers, a node that crashes has the round done again, by the new plan.
         self._given = self.spread(self._given, plan) if self._given else {}

@@ -476,6 +476,13 @@ def test_doctor_says_that_a_broker_is_not_there(run: Run) -> None:
     assert any(line.startswith("FAIL  broker") for line in text.out.splitlines())
 
 
+@pytest.mark.parametrize("option", [["--run", "x"], ["--node", "x"], ["--topic-prefix", "x"], ["--clear-stale"]])
+def test_doctor_refuses_options_that_would_have_no_effect(run: Run, option: list[str]) -> None:
+    done = run("doctor", *option)
+    assert done.status == 2
+    assert "need --broker" in done.error
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

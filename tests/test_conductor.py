@@ -206,3 +206,24 @@ def test_a_transport_that_fails_ends_the_run(fleet: tuple[Conductor, Nodes]) -> 
     conductor._inbox.fail(TransportError("no broker"))
     with pytest.raises(TransportError, match="no broker"):
         list(conductor.steps(DRAFTS))
+
+
+def test_a_node_whose_connection_breaks_while_others_are_waited_for_has_joined(
+    fleet: tuple[Conductor, Nodes],
+) -> None:
+    conductor, nodes = fleet
+    nodes.say("d", "hello", life="1")
+    nodes.say("d", "status", state="offline", reason="its connection broke")
+    nodes.say("d", "status", state="online", boot="1")
+    nodes.say("c", "hello", life="1")
+    conductor.join(["d", "c"], 10.0)
+    assert set(conductor.hellos) == {"d", "c"}
+
+
+def test_a_node_that_is_not_there_any_more_has_not_joined(fleet: tuple[Conductor, Nodes]) -> None:
+    conductor, nodes = fleet
+    nodes.say("d", "hello", life="1")
+    nodes.say("d", "status", state="offline", reason="killed")
+    nodes.say("c", "hello", life="1")
+    with pytest.raises(TransportTimeout, match="no word from 'd'"):
+        conductor.join(["d", "c"], 3.0)

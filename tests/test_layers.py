@@ -28,9 +28,9 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "replanning", "emulation", "mailbox", "transport", "segments.masks",
+        "replanning", "emulation", "mailbox", "member", "transport", "segments.masks",
     },
-    {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
@@ -57,7 +57,14 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.client", "transport.mqtt", "transport.lobby"},
+    "paho": {
+        "transport.client",
+        "transport.quick",
+        "transport.mqtt",
+        "transport.lobby",
+        "transport.caller",
+        "bench.raw",
+    },
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

@@ -27,6 +27,10 @@ def register(app: typer.Typer) -> None:
         state: Annotated[
             Path | None, typer.Option(help="Folder for what the node needs to come back after a crash.")
         ] = None,
+        token_file: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="A token that lets in a device that no topology names.")
+        ] = None,
+        stay: Annotated[bool, typer.Option("--stay", help="Take the next run when one has ended.")] = False,
         coordinator_s: Annotated[
             float, typer.Option(help="Seconds that it stays when the coordinator is gone.", min=0)
         ] = 60.0,
@@ -61,6 +65,8 @@ def register(app: typer.Typer) -> None:
             threads=threads,
             deterministic=deterministic,
             state=state,
+            token_file=token_file,
+            stay=stay,
             coordinator_s=coordinator_s,
             broker_s=broker_s,
             on_step=mark_started,

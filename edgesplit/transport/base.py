@@ -175,8 +175,8 @@ class Transport(Protocol):
         """Wait until everything sent has been acknowledged. Raises TransportTimeout naming who has not."""
         ...
 
-    def traffic(self) -> Mapping[str, int]:
-        """Payload bytes sent so far, by receiver."""
+    def traffic(self, node: str) -> Mapping[str, int]:
+        """Payload bytes that ``node`` (one of this transport's) has sent so far, by receiver."""
         ...
 
     def close(self) -> None:

@@ -146,7 +146,8 @@ class Inbound:
             self._proven, self._due, self._body = True, 0, None
             self._fill(0)
             try:
-                self._body = frame.payload if frame.parts == 1 else self._bodies.take(frame.total)
+                # Memory of its own either way, in which arrays are aligned.
+                self._body = memoryview(bytes(frame.payload)) if frame.parts == 1 else self._bodies.take(frame.total)
             except MemoryError:
                 return Spoiled(f"a message of {frame.total} bytes is more than this machine has memory for")
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1

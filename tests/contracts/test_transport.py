@@ -186,7 +186,8 @@ def test_a_tensor_of_64_mb(network: Open) -> None:
     assert np.array_equal(unpack(take(inbox, 60).arrays)["h"], values)
     assert take(inbox).micro == 1
     a.flush(10)
-    assert 64 << 20 < a.traffic()["b"] < 65 << 20
+    assert 64 << 20 < a.traffic("a")["b"] < 65 << 20
+    assert b.traffic("b") == {}, "it has sent nothing"
 
 
 def test_a_receiver_that_comes_later_gets_what_was_sent(network: Open) -> None:
@@ -548,6 +549,20 @@ def test_a_topic_that_an_access_rule_swallows_is_named(
             a.probe(["b"], 5.0)
         with pytest.raises(TransportTimeout, match=r"'c' \(topic edgesplit/half/c/in\)"):
             a.probe(["c"], 0.5)
+
+
+def test_a_probe_waits_for_one_that_is_started_again(mosquitto: Mosquitto) -> None:
+    run = f"probe-{next(RUNS)}"
+    with MqttTransport(mosquitto.url, run=run, node="a") as a:
+        with MqttTransport(mosquitto.url, run=run, node="b"):
+            status_of(a.mailbox("a"), "b", "online")
+        status_of(a.mailbox("a"), "b", "offline")
+        later = threading.Timer(2.0, lambda: opened.append(MqttTransport(mosquitto.url, run=run, node="b")))
+        opened: list[MqttTransport] = []
+        later.start()
+        a.probe(["b"], 1.0)  # its second begins when the other is there
+        later.join()
+        opened[0].close()
 
 
 def test_a_packet_limit_is_obeyed_or_named(start_mosquitto: Callable[..., Mosquitto]) -> None:
