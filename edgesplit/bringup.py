@@ -15,6 +15,7 @@ from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.methods import Method, check
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.sheets import Agenda, Cutting
@@ -77,6 +78,7 @@ def make_conductor(
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
+    audit: Audit,
     say: Callable[[str], None],
     admit: Admit | None,
 ) -> Conductor:
@@ -97,6 +99,7 @@ def make_conductor(
         step_timeout=experiment.timeouts.step_s,
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
+        quarantine_after=experiment.limits.quarantine_after,
         first_request=1 + secrets.randbits(48),
     )
     if experiment.federation.every == "step":
@@ -106,7 +109,17 @@ def make_conductor(
             for layer, names in enumerate(model.kit.params)
             for name in names
         }
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
+    return Conductor(
+        coordinator,
+        transport,
+        recorder,
+        watch=watch,
+        on_node=on_node,
+        note=note,
+        admit=admit,
+        audit=audit,
+        say=say,
+    )
 
 
 def make_training(

@@ -175,6 +175,16 @@ class NodeMachine:
         self._ends: deque[tuple[int, int]] = deque()
         self.lead = _lead(plan) + window
 
+    @property
+    def dropped(self) -> int:
+        """Messages that nothing here waits for."""
+        return self._held.dropped
+
+    @property
+    def halted(self) -> bool:
+        """Whether the coordinator has ended what was planned."""
+        return not self._steps and bool(self._requests) and self._requests[0].kind in HALTING
+
     # -- messages in
 
     def receive(self, message: Message) -> None:

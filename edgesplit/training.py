@@ -18,6 +18,7 @@ from edgesplit.errors import ExperimentError, RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation, Group, Reply, Request, average
 from edgesplit.logbook import Progress
+from edgesplit.offences import Judged, as_most, judge
 from edgesplit.plan import Plan
 from edgesplit.recovery import Line, Point, Standing
 from edgesplit.replanning import moved
@@ -123,6 +124,8 @@ class Training:
         self.params, self.buffers = params, buffers
         self.on_step = on_step
         self.held: dict[str, Held] = {}
+        self._judged: dict[tuple[str, str], Judged] = {}  # of this round: group, node
+        self._as_most: dict[str, str] = {}  # of replicas that must be equal: group -> a node whose is as most are
         self._next: Plan | None = None  # of the next round
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
@@ -236,8 +239,8 @@ class Training:
         count = self.experiment.data.per_round
         if count is None:
             return devices
-        if count > len(devices):
-            raise ExperimentError(f"data.per_round is {count}, but there are {len(devices)} devices: lower it")
+        if count > (known := len(self.conductor.coordinator.wanted.routes)):
+            raise ExperimentError(f"data.per_round is {count}, but there are {known} devices: lower it")
         key = hashlib.blake2b(f"devices/{self.experiment.seed}/{number}".encode(), digest_size=16).digest()
         chosen = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8"))).permutation(len(devices))[:count]
         return [devices[i] for i in sorted(chosen)]
@@ -282,8 +285,11 @@ class Training:
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start
+            wanted = optimizer or self.experiment.federation.optimizer_state == "average"
+            # Who is left out in the next round has it done again by the others, from what all held at its beginning.
+            self.fetch(optimizer=wanted or self.experiment.limits.quarantine_after is not None)
+            self._judge(drafts)
             self._next = self.conductor.coordinator.next_plan()
-            self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
             return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
@@ -311,7 +317,40 @@ class Training:
         layers, _ = self._groups[request.group]
         params, _ = self.names.of(layers)
         held = self.held[request.node]
+        if (judged := self._judged.get((request.group, request.node))) is not None:
+            return Reply(request.node, request.group, judged.arrays, judged.weight)
         return Reply(request.node, request.group, held.part("param", params), held.weights.get(layers[0], 0.0))
+
+    def _judge(self, drafts: Sequence[Draft]) -> None:
+        """Where there are limits: clip, or leave out of all means, what devices have made of their replicas."""
+        self._judged, self._as_most = {}, {}
+        limits = self.experiment.limits
+        if limits.quarantine_after is None and limits.device_norm is None:
+            return
+        devices = {route.device for route in self.plan.routes}
+        samples = {d: sum(draft.shares[d].samples for draft in drafts if d in draft.shares) for d in devices}
+        factor = limits.device_weight
+        most = {device: count * factor for device, count in samples.items()} if factor is not None else {}
+        offences: dict[str, tuple[str, Any]] = {}
+        for key, (layers, nodes) in self._shared.items():
+            params, buffers = self.names.of(layers)
+            before = {name: self.params[name] for name in params}
+            here = [node for node in nodes if node in self.held]
+            if self.experiment.federation.every == "step":
+                parts = {node: self.held[node].part("param", params) for node in here}
+                self._as_most[key], others = as_most(parts)
+                offences |= {node: ("its replica is not the others'", None) for node in others if node in devices}
+                continue
+            replicas = {n: (self.held[n].part("param", params), self.held[n].weights.get(layers[0], 0.0)) for n in here}
+            judged = judge(replicas, before, norm=limits.device_norm, most=most)
+            for node, one in judged.items():
+                if not all(np.isfinite(array).all() for array in self.held[node].part("buffer", buffers).values()):
+                    one = Judged(one.arrays, 0.0, "its buffers are not finite")
+                self._judged[key, node] = one
+                if one.what is not None and node in devices:
+                    offences.setdefault(node, (one.what, one.value))
+        for node, (what, value) in offences.items():
+            self.conductor.offend(node, what, value)
 
     def _distribute(self, results: Mapping[str, Arrays]) -> None:
         """Take the round's result as the model, and give replicas what has changed."""
@@ -319,7 +358,7 @@ class Training:
         for key, (layers, all_nodes) in self._groups.items():
             nodes = [node for node in all_nodes if node in self.held]
             params, buffers = self.names.of(layers)
-            new = results.get(key) or self.held[nodes[0]].part("param", params)
+            new = results.get(key) or self.held[self._as_most.get(key, nodes[0])].part("param", params)
             self.params |= new
             if key in results:
                 self._change(changed, nodes, "param", new)
@@ -451,6 +490,7 @@ class Training:
         self, key: str, layers: Sequence[int], nodes: Sequence[str], kind: str, names: Sequence[str]
     ) -> Arrays:
         weights = {node: self.held[node].weights.get(layers[0], 0.0) for node in nodes}
+        weights |= {node: one.weight for node in nodes if (one := self._judged.get((key, node))) is not None}
         active = [node for node in nodes if weights[node] > 0] or list(nodes)
         replies = [Reply(node, key, self.held[node].part(kind, names), weights[node]) for node in active]
         return average(replies) if any(reply.arrays for reply in replies) else {}
