@@ -8,6 +8,7 @@ from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
+from edgesplit.attendance import Attendance, Rule
 from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
@@ -170,6 +171,10 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     devices = [route.device for route in plan.routes]
     places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
     conductor.coordinator.reassign = parts
+    if topology is not None:
+        training.attendance = Attendance(
+            {node.name: Rule(node.hours, node.max_mb_per_round) for node in topology.devices()}
+        )
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
     sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
     training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}

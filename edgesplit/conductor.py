@@ -146,6 +146,35 @@ class Conductor:
             if isinstance(effect, StepDone):
                 yield effect
 
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Write something down for a successor."""
+        self._note({**record, "term": self.coordinator.term})
+
+    def say(self, text: str) -> None:
+        """Tell people something, in a line."""
+        self._say(text)
+
+    def idle(self, seconds: float) -> None:
+        """Wait, and hear meanwhile what nodes say."""
+        self._refuse_nested()
+        deadline = self._clock() + seconds
+        while (left := deadline - self._clock()) > 0:
+            message = self._get(min(left, TURN_S))
+            if message is not None:
+                for _ in self._act(self._take(message)):
+                    continue
+            self._watch()
+
+    def spent(self) -> dict[str, float]:
+        """Bytes that each node has sent and got so far, as the nodes last told."""
+        told = {**self.traffic, COORDINATOR: self.transport.traffic(COORDINATOR)}
+        total: dict[str, float] = {}
+        for source, sent in told.items():
+            for to, count in sent.items():
+                for node in (source, to):
+                    total[node] = total.get(node, 0.0) + count
+        return total
+
     def offend(self, node: str, what: str, value: Any = None) -> None:
         """Note what a node did, between two rounds; see :meth:`Coordinator.offend`."""
         self._refuse_nested()

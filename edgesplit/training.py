@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from edgesplit.attendance import Attendance
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.conductor import Asked, Conductor
 from edgesplit.coordinator import StepDone
@@ -26,6 +27,9 @@ from edgesplit.sheets import Agenda, Draft, Share, evaluation
 from edgesplit.transport.base import Message
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+HOURS_S = 10.0
+"""Between two looks at the clock while all devices are outside their hours."""
 
 MOST_BATCHES, MOST_SAMPLES = 1_000_000, 1_000_000
 """Batches that a device may say it has in an epoch, and samples in one."""
@@ -123,6 +127,8 @@ class Training:
         self.conductor, self.experiment, self.names = conductor, experiment, names
         self.params, self.buffers = params, buffers
         self.on_step = on_step
+        self.attendance = Attendance({})
+        self._out: list[str] | None = None  # devices that take no part in the round that was begun
         self.held: dict[str, Held] = {}
         self._judged: dict[tuple[str, str], Judged] = {}  # of this round: group, node
         self._as_most: dict[str, str] = {}  # of replicas that must be equal: group -> a node whose is as most are
@@ -196,6 +202,7 @@ class Training:
         line = Line(Point(load, agenda.step - 1), standing)
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
+            self._out = progress.out
             line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
             self._ended = list(progress.done)
         self.conductor.resume(line, *last)
@@ -246,9 +253,29 @@ class Training:
         return [devices[i] for i in sorted(chosen)]
 
     def drafts(self, number: int, agenda: Agenda) -> list[Draft]:
-        """Draw up the steps of a round."""
+        """Draw up the steps of a round, without the devices that take no part in it."""
         e = self.experiment
-        return agenda.round(self.devices(number), steps=e.steps_per_round, epochs=e.epochs_per_round)
+        here = [device for device in self.devices(number) if device not in (self._out or ())]
+        return agenda.round(here, steps=e.steps_per_round, epochs=e.epochs_per_round)
+
+    def _attend(self, number: int) -> None:
+        """Decide who takes part in a round; where all are outside their hours, wait."""
+        if not self.attendance or self._out is not None:  # a resumed round is that which was begun
+            return
+        waited = False
+        while True:
+            devices = self.devices(number)
+            out = self.attendance.out(devices)
+            if len(out) < len(devices) or not all("hours" in why for why in out.values()):
+                break
+            if not waited:
+                self.conductor.say(f"round {number} waits: all devices are outside their hours")
+            waited = True
+            self.conductor.idle(HOURS_S)
+        for line in self.attendance.news(number, out):
+            self.conductor.say(line)
+        self._out = sorted(out)
+        self.conductor.note({"out": self._out})
 
     def total_steps(self, rounds: int) -> int:
         """How many steps a run of so many rounds has."""
@@ -273,7 +300,9 @@ class Training:
             drafts: its steps; None: as the experiment says.
             optimizer: fetch optimizer state too, for a checkpoint.
         """
-        drafts = self.drafts(number, self.drawn) if drafts is None else drafts
+        if drafts is None:
+            self._attend(number)
+            drafts = self.drafts(number, self.drawn)
         done, self._ended = self._ended, []
         left = drafts[len(done) :]
         seconds = 0.0
@@ -298,6 +327,8 @@ class Training:
         else:
             train([])
             self._distribute({})
+        self._out = None
+        self.attendance.spent(self.conductor.spent() if self.attendance else {})
         missed = self.conductor.coordinator.missed
         took_part = {device for draft in drafts for device in draft.shares if draft.step not in missed.get(device, {})}
         for device in took_part:

@@ -20,7 +20,10 @@ ROOT = Path(edgesplit.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder", "observe.audit"},
+    {
+        "task", "loading", "attendance", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder",
+        "observe.audit",
+    },
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
         "transport.base", "transport.frames", "transport.address", "transport.access",
