@@ -39,7 +39,7 @@ def snapshot(
         best=best,
         experiment=experiment.to_dict(),
         plan=Plan(plan.layers, plan.routes).to_json(),
-        extra={"load": coordinator.line.base.load},
+        extra={"load": coordinator.line.base.load, "barred": dict(coordinator.offences.barred)},
     )
     return checkpoint.Checkpoint(
         position=position,
@@ -84,6 +84,7 @@ def take_up(
     training.participation = dict(position.participation)
     coordinator = training.conductor.coordinator
     coordinator.next_micro, coordinator.term = position.micro, position.term
+    coordinator.offences.barred.update({str(d): str(why) for d, why in position.extra.get("barred", {}).items()})
     scale = position.loss_scale or {"value": coordinator.loss_scale.value, "good": 0}
     standing = Standing(float(scale["value"]), int(scale["good"]), 0, 0)
     if federation is not None:
