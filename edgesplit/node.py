@@ -329,6 +329,8 @@ class NodeMachine:
         for action in self._pending:
             if seen == self.window or (self._passing and self._passing[0] < self._step_of(action)):
                 break
+            if self._too_far(action):  # nothing overtakes it: the order of updates must not depend on the others' speed
+                break
             run = self._ready(action, earlier)
             if run is not None:
                 return run
@@ -369,8 +371,6 @@ class NodeMachine:
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
         if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
-        if self._too_far(action):
-            return None
         stages = self._routes[micro.device]
         last = action.stage == len(stages) - 1
         act = target = None
