@@ -22,7 +22,7 @@ from edgesplit.transport.outbound import Outbound
 from tests.test_world import never, never_repeated, without_hole
 from tests.virtual.faults import AIMED, Faults
 from tests.virtual.fleet import IntEngine
-from tests.virtual.recover import Recovery, go_on, recover
+from tests.virtual.recover import Book, Recovery, go_on, recover
 
 
 def test_whoever_crashes_a_run_computes_what_it_does_undisturbed() -> None:
@@ -36,9 +36,9 @@ def test_whoever_crashes_a_run_computes_what_it_does_undisturbed() -> None:
 
 def test_whoever_is_left_out_counts_in_no_step_from_then_on() -> None:
     became: Counter[str] = Counter()
-    for seed in range(200, 250):
+    for seed in range(200, 230):
         became += go_on(seed).became
-    assert became["left"] >= 3
+    assert became["left"] >= 2
     assert became["waits"] >= 1
 
 
@@ -139,6 +139,7 @@ MUTATIONS: dict[str, list[tuple[Any, str, Any]]] = {
     "the update after all backwards": [(NodeMachine, "_ready_update", before_all_backwards(NodeMachine._ready_update))],
     "the end of what was under way": [(NodeMachine, "_halt", only_the_term)],
     "a hello to the first coordinator": [(Member, "_status", if_it_was_there_before)],
+    "terms in the logbook": [(Book, "last", lambda self: (0, 0))],
     "cuts in the logbook": [(logbook, "_take", without_cuts(logbook._take))],
 }
 
