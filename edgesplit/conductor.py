@@ -196,7 +196,9 @@ class Conductor:
         for row in message.meta.get("events") or []:
             match row:
                 case [str(name), int() | float() as start, int() | float() as end, int(step), int(version)]:
-                    self.recorder.add(Event(message.sender, Action.parse(name), start, end, step, version))
+                    event = Event(message.sender, Action.parse(name), start, end, step, version)
+                    self.recorder.add(event)
+                    self.coordinator.observe(event)
                 case _:
                     raise FrameError(f"{message.kind!r} of {message.sender!r} tells of an event {row!r}, which is none")
 

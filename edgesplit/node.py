@@ -15,7 +15,7 @@ from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.errors import FrameError
-from edgesplit.plan import Plan
+from edgesplit.plan import Plan, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
 from edgesplit.task import COORDINATOR
@@ -148,7 +148,7 @@ class NodeMachine:
         self.loss_scale = 1.0
         self._order = order
         self._nodes = frozenset(plan.nodes())
-        self._routes = {route.device: route.stages for route in plan.routes}
+        self._devices = frozenset(route.device for route in plan.routes)
         self._pending: deque[Action] = deque()
         self._held: dict[Key, Message] = {}
         self._micros: dict[int, tuple[Step, Micro]] = {}
@@ -212,8 +212,11 @@ class NodeMachine:
         self._held = {key: message for key, message in self._held.items() if message.term >= term}
 
     def _take_sheet(self, sheet: Sheet) -> None:
-        if strange := {device for step in sheet.steps for device in step.batches} - set(self._routes):
+        if strange := {device for step in sheet.steps for device in step.batches} - self._devices:
             raise FrameError(f"a sheet message is malformed: device {min(strange)!r} has no route")
+        for micro in (micro for step in sheet.steps for micro in step.micros):
+            if micro.route >= self.plan.ways(micro.device):
+                raise FrameError(f"a sheet message is malformed: {micro.device!r} has no way {micro.route}")
         actions = self._forwards(sheet) if sheet.evaluate else self._order(sheet.steps)
         self._pending.extend(actions)
         by_micro = {micro.micro: (step, micro) for step in sheet.steps for micro in step.micros}
@@ -235,10 +238,13 @@ class NodeMachine:
         return [
             Action("F", stage, micro.micro)
             for step in sheet.steps
-            for stage in range(max(map(len, self._routes.values())))
+            for stage in range(self.plan.stages)
             for micro in step.micros
-            if stage < len(route := self._routes[micro.device]) and route[stage].node == self.name
+            if stage < len(path := self._path(micro)) and path[stage].node == self.name
         ]
+
+    def _path(self, micro: Micro) -> tuple[Stage, ...]:
+        return self.plan.path(micro.device, micro.route)
 
     # -- what to do next
 
@@ -289,7 +295,7 @@ class NodeMachine:
         step, micro = self._micros[action.micro]
         if action.op == "U":
             return self._ready_update(action, step, earlier)
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         if action.op == "F":
             return self._ready_forward(action, step, micro, earlier)
@@ -314,7 +320,7 @@ class NodeMachine:
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
         if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         act = target = None
         if action.stage:
@@ -402,7 +408,7 @@ class NodeMachine:
         return sends
 
     def _send_target(self, micro: Micro, action: Action, outcome: Outcome) -> list[Send]:
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = len(stages) - 1
         send = self._data("target", stages[last].node, action, last, outcome.target or {}, outcome.weight, 0)
         if send.to == self.name:  # both ends of a U-shape: labels never leave the device
@@ -479,7 +485,7 @@ class NodeMachine:
         if self._pending:
             action = self._pending[0]
             step, micro = self._micros[action.micro]
-            stages = self._routes[micro.device]
+            stages = self._path(micro)
             if self._passing and self._passing[0] < step.step:
                 return f"the commit of step {self._passing[0]}"
             if action.op == "U":

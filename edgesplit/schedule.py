@@ -70,12 +70,16 @@ class Event(NamedTuple):
 
 
 class Micro(NamedTuple):
-    """A micro-batch of the sheet: samples ``start`` to ``stop`` of the batch that ``device`` has in that step."""
+    """A micro-batch of the sheet: samples ``start`` to ``stop`` of the batch that ``device`` has in that step.
+
+    ``route`` says which of the ways that the plan leaves it is taken, see :meth:`edgesplit.plan.Plan.path`.
+    """
 
     micro: int
     device: str
     start: int
     stop: int
+    route: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +117,20 @@ class Flow:
 
     Attributes:
         micros: the micro-batches by position.
-        paths: by position, the stages of its route.
+        paths: by position, the stages that it passes.
         visits: node -> its visits by position, then stage; only nodes that have any.
     """
 
     def __init__(self, plan: Plan, steps: Sequence[Step]) -> None:
-        routes = {route.device: route.stages for route in plan.routes}
+        devices = {route.device for route in plan.routes}
         self.micros = [micro for step in steps for micro in step.micros]
         self.paths: list[tuple[Stage, ...]] = []
         self.visits: dict[str, list[Visit]] = {}
         for position, micro in enumerate(self.micros):
-            if micro.device not in routes:
+            if micro.device not in devices:
                 raise ScheduleError(f"micro-batch {micro.micro} is of device {micro.device!r}, which has no route")
-            self.paths.append(routes[micro.device])
-            for index, stage in enumerate(routes[micro.device]):
+            self.paths.append(plan.path(micro.device, micro.route))
+            for index, stage in enumerate(self.paths[-1]):
                 self.visits.setdefault(stage.node, []).append(Visit(position, index))
 
     @cached_property
@@ -220,14 +224,15 @@ def add_step_updates(
             step's end (gradients of replicas are added up over nodes: ``every: step``).
     """
     owned = updated_layers(plan, node)
-    paths = {route.device: route.stages for route in plan.routes}
     step_of = {micro.micro: index for index, step in enumerate(steps) for micro in step.micros}
     device_of = {micro.micro: micro.device for step in steps for micro in step.micros}
     touches = {  # (device, stage of its route) -> stages whose layers it adds gradients to
-        (device, index): [u for u, layers in owned.items() if not layers.isdisjoint(range(stage.start, stage.stop))]
-        for device, path in paths.items()
-        for index, stage in enumerate(path)
-        if stage.node == node
+        (route.device, index): [
+            u for u, layers in owned.items() if not layers.isdisjoint(range(stage.start, stage.stop))
+        ]
+        for route in plan.routes
+        for index, (stage, nodes) in enumerate(zip(route.stages, plan.choices(route.device), strict=True))
+        if node in nodes
     }
     last: dict[tuple[int, int], int] = {}
     end = [-1] * len(steps)

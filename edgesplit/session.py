@@ -25,6 +25,7 @@ from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
 from edgesplit.plan import Plan
+from edgesplit.sharing import with_peers
 from edgesplit.splitting import load_weights
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
@@ -94,8 +95,8 @@ class Session:
     ) -> None:
         if experiment is not None and keywords:
             raise ExperimentError(f"experiment and {', '.join(sorted(keywords))} are both given: put them into one")
-        self.plan, self.task = plan, task
         self.experiment = experiment or options(**keywords)
+        self.plan, self.task = (plan := with_peers(plan, self.experiment.pipeline.share)), task
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
         self._also_on_step, self._also_watch = on_step, watch

@@ -27,7 +27,7 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "emulation", "transport", "segments.masks",
+        "emulation", "transport", "segments.masks", "sharing",
     },
     {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
