@@ -16,7 +16,7 @@ from edgesplit.errors import ScheduleError
 from edgesplit.methods import METHODS, check, predict
 from edgesplit.node import Run
 from edgesplit.plan import Plan, Route, Stage
-from edgesplit.schedule import Micro, even_steps
+from edgesplit.schedule import Event, Micro, even_steps
 from edgesplit.sheets import Agenda, Cutting, Draft, Share, evaluation
 from tests.virtual import (
     Case,
@@ -101,10 +101,15 @@ class AnyWay:
     """In place of a Router: any way that the plan leaves."""
 
     def __init__(self, rng: Random) -> None:
-        self._rng = rng
+        self._rng, self.abroad = rng, 0
 
     def routes(self, plan: Plan, micros: Sequence[Micro], absent: Collection[str] = ()) -> list[int]:
-        return [self._rng.randrange(plan.ways(micro.device)) for micro in micros]
+        ways = [self._rng.randrange(plan.ways(micro.device)) for micro in micros]
+        self.abroad += sum(way > 0 for way in ways)
+        return ways
+
+    def observe(self, event: Event, samples: int) -> None:
+        assert samples > 0
 
 
 def draw_shared_case(rng: Random) -> Case:
