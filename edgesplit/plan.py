@@ -110,6 +110,13 @@ class Plan:
             return []
         return [node for node in group if node != stage.node and self.hosted(node) == alone]
 
+    def sharing(self) -> frozenset[str]:
+        """Return the nodes that share a stage with others."""
+        if not self.peers:
+            return frozenset()
+        stages = (nodes for route in self.routes for nodes in self.choices(route.device))
+        return frozenset(node for nodes in stages if len(nodes) > 1 for node in nodes)
+
     def ways(self, device: str) -> int:
         """How many paths the micro-batches of a device may take."""
         return prod(map(len, self.choices(device)))

@@ -126,6 +126,7 @@ class Flow:
         self.micros = [micro for step in steps for micro in step.micros]
         self.paths: list[tuple[Stage, ...]] = []
         self.visits: dict[str, list[Visit]] = {}
+        self._sharing = plan.sharing()
         for position, micro in enumerate(self.micros):
             if micro.device not in devices:
                 raise ScheduleError(f"micro-batch {micro.micro} is of device {micro.device!r}, which has no route")
@@ -148,6 +149,15 @@ class Flow:
         """Stage -> how many nodes micro-batches pass as that stage."""
         pairs = {(visit.stage, node) for node, visits in self.visits.items() for visit in visits}
         return dict(Counter(stage for stage, _ in pairs))
+
+    def units(self, stage: int, node: str) -> float:
+        """How long a visit takes on paper, where a micro-batch enters in each unit.
+
+        One for each node that hosts the stage, less for a node with more than its even share. Of nodes that share the
+        work by their speeds each has as much to do as the whole flow is long, however few its micro-batches are.
+        """
+        even = len(self.micros) / self.passed[node]
+        return even if node in self._sharing else min(even, self.hosts[stage])
 
 
 Schedule = Callable[[Flow, str], list[Action]]

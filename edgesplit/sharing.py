@@ -47,7 +47,7 @@ def with_peers(plan: Plan, tiers: Sequence[str]) -> Plan:
     topology = Topology.from_dict(plan.topology)
     found = {tier: _groups(topology, tier) for tier in tiers}
     shared = replace(plan, peers=tuple(group for groups in found.values() for group in groups))
-    sharing = {node for route in plan.routes for nodes in shared.choices(route.device) if nodes[1:] for node in nodes}
+    sharing = shared.sharing()
     for tier in tiers:
         if tier not in topology.tier_order:
             near = did_you_mean(tier, topology.tier_order)
@@ -171,7 +171,7 @@ class Router:
         return number
 
     def _deal(self, nodes: Sequence[str], own: Sequence[str], samples: Sequence[int]) -> list[str]:
-        """Deal micro-batches of one stage; as many as can be stay with their ``own`` nodes."""
+        """Deal the micro-batches of one stage: their number by the nodes' speeds, then in turn."""
         cost = {node: self.seconds(node) for node in sorted(nodes)}
         load = dict.fromkeys(cost, 0.0)
         quota: Counter[tuple[int, str]] = Counter()
@@ -180,13 +180,7 @@ class Router:
             load[best] += size * cost[best]
             quota[size, best] += 1
         self._try_again(load, cost, quota)
-        found: list[str | None] = []
-        for size, node in zip(samples, own, strict=True):
-            stays = quota[size, node] > 0
-            quota[size, node] -= stays
-            found.append(node if stays else None)
-        left = {size: [n for (s, n), count in quota.items() if s == size for _ in range(count)] for size in samples}
-        return [node or left[size].pop(0) for node, size in zip(found, samples, strict=True)]
+        return _by_turns(own, samples, quota)
 
     def _try_again(self, load: dict[str, float], cost: Mapping[str, float], quota: Counter[tuple[int, str]]) -> None:
         """Give a node that gets nothing one micro-batch, now and then: it may be faster than it was."""
@@ -201,3 +195,21 @@ class Router:
             self._idle[due[0]] = 0.0
             for mean in self._means.get(due[0], {}).values():
                 mean.fade()
+
+
+def _by_turns(own: Sequence[str], samples: Sequence[int], quota: Counter[tuple[int, str]]) -> list[str]:
+    """Spread each node's share evenly over the step; within a round of all nodes those go first that stay at home."""
+    counts = Counter({node: 0 for _, node in quota})
+    for (_, node), count in quota.items():
+        counts[node] += count
+    turns = {node: 0.5 / count for node, count in counts.items() if count}
+    found = []
+    for size, home in zip(samples, own, strict=True):
+        open_ = [node for node in turns if quota[size, node] > 0]
+        node = min(open_, key=turns.__getitem__)
+        if home in open_ and turns[home] < turns[node] + len(turns) / len(samples):
+            node = home
+        quota[size, node] -= 1
+        turns[node] += 1 / counts[node]
+        found.append(node)
+    return found

@@ -14,7 +14,7 @@ import pytest
 from edgesplit.coordinator import Coordinator
 from edgesplit.costs import UnitCosts
 from edgesplit.errors import ExperimentError, FrameError, PlanError
-from edgesplit.methods import METHODS, orders
+from edgesplit.methods import METHODS, orders, predict
 from edgesplit.node import NodeMachine
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Report, Send, Sheet
@@ -441,3 +441,26 @@ def test_the_option_lets_the_tier_share_by_what_is_measured() -> None:
         assert session.plan.peers == (("e1", "e2"),)
         ran = Ran(watch.done, session.weights())
     equal(ran, one_process(task, "momentum", Loader(task, ["d1", "d2"], 8).steps(6)))
+
+
+class Unequal(UnitCosts):
+    """Edges of the speeds above, a forward half of a backward; the others take next to no time."""
+
+    def seconds(self, node: str, action: Action) -> float:
+        whole = 1 / SPEEDS[node] if node in SPEEDS else 0.015
+        return {"F": whole / 3, "B": whole * 2 / 3}.get(action.op, 0.0)
+
+
+@pytest.mark.parametrize("ends", [(), ("c",)], ids=["edges have the loss", "tree"])
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+def test_orders_leave_nobody_idle_who_got_his_share_by_speed(method: str, ends: tuple[str, ...]) -> None:
+    plan = fleet(4, 4, (1, 3)[: len(ends) + 1], 4, ends)
+    router = Router({node: 1 / speed for node, speed in SPEEDS.items()})
+    steps = [
+        replace(step, micros=tuple(m._replace(route=w) for m, w in zip(step.micros, ways, strict=True)))
+        for step in even_steps(plan, 8, steps=5)
+        for ways in [router.routes(plan, step.micros)]
+    ]
+    costs = Unequal(latency=0.005)
+    found = predict(method, plan, steps, costs, update_all=True, commit_s=0.01, wait_commit=True)
+    assert 5 * 32 / max(event.end for event in found.events) >= 0.95 * 8.0
