@@ -221,12 +221,12 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def node_command(broker: str, run: str, task: str | None = None, *, state: Path) -> list[str]:
+def node_command(broker: str, run: str, task: str | None = None, *, state: Path | None) -> list[str]:
     """Return the command line of node processes of this machine; node names follow.
 
     Args:
-        state: where they keep theirs, each in a folder of its own.
+        state: where they keep theirs, each in a folder of its own; None: they keep nothing.
     """
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", broker, "--run", run, "--local"]
-    command += ["--state", str(state)]
+    command += ["--no-state"] if state is None else ["--state", str(state)]
     return [*command, "--task", task] if task else command

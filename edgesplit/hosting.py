@@ -99,6 +99,7 @@ def run_nodes(
     threads: int = 1,
     deterministic: bool = False,
     state: Path | None = None,
+    keep: bool = True,
     coordinator_s: float = 60.0,
     broker_s: float = 120.0,
     on_step: Callable[[], None] = lambda: None,
@@ -113,6 +114,7 @@ def run_nodes(
         threads: compute threads of torch.
         state: where the nodes keep what they need to come back after a crash, each in a folder of its own; None: in
             the user's folder for that.
+        keep: they keep it at all.
         coordinator_s, broker_s: how long, in seconds, they stay when the coordinator or the broker is gone.
         on_step: called with each step that one of the nodes has done its part of.
         say: told, in a line each, that a run is waited for and that a node has come to it.
@@ -139,7 +141,7 @@ def run_nodes(
                     kit,
                     facts={"pid": os.getpid()},
                     on_step=on_step,
-                    state=(state or state_directory(run)) / f"node-{name}",
+                    state=(state or state_directory(run)) / f"node-{name}" if keep else None,
                     coordinator_s=coordinator_s,
                 ).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread

@@ -125,13 +125,22 @@ class Router:
     def __init__(self, expected: Mapping[str, float] | None = None) -> None:
         self._expected = dict(expected or {})
         self._means: dict[str, dict[str, _Mean]] = {}  # node -> op
+        self._first: dict[str, int] = {}  # node -> the step in which it was measured first
+        self._warm: set[str] = set()
         self._idle: dict[str, float] = {}  # node -> seconds of work of the others since it was given any
 
     def observe(self, event: Event, samples: int) -> None:
-        """Take a measurement: an action of a micro-batch of so many samples. What cannot be is left out."""
+        """Take a measurement: an action of a micro-batch of so many samples. What cannot be is left out.
+
+        A node's first step counts until there is another: all that is done once for all is done in it.
+        """
         seconds = event.end - event.start
         if event.action.op != "U" and samples > 0 and 0.0 < seconds < math.inf:
             means = self._means.setdefault(event.node, {})
+            if event.node not in self._warm and self._first.setdefault(event.node, event.step) != event.step:
+                self._warm.add(event.node)
+                for mean in means.values():
+                    mean.fade()
             means.setdefault(event.action.op, _Mean()).note(seconds / samples)
 
     def seconds(self, node: str) -> float:

@@ -259,6 +259,13 @@ def test_measurements_that_cannot_be_are_left_out() -> None:
     assert router.seconds("e2") == pytest.approx(0.15), "at the pace at which the other has turned out"
 
 
+def test_a_nodes_first_step_counts_until_there_is_another() -> None:
+    router = Router()
+    for step, seconds, known in ((3, 9.0, 9.0), (3, 9.0, 9.0), (4, 1.0, 1.0), (4, 2.0, 29 / 19), (5, 2.0, 461 / 271)):
+        router.observe(Event("e1", Action("F", 1, 0), 0.0, seconds, step=step), 1)
+        assert router.seconds("e1") == pytest.approx(known)
+
+
 def test_what_profile_and_topology_say_is_expected() -> None:
     layers = [{"name": f"l{i}", "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 1.0} for i in range(4)]
     nodes = [replace(node, gflops=gflops) for node, gflops in zip(edges("c", "c"), (100.0, 50.0), strict=True)]

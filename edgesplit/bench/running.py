@@ -25,6 +25,8 @@ def processes(
     model: Model,
     experiment: Experiment,
     on_step: Callable[[StepDone], None] = lambda done: None,
+    *,
+    keep: bool = True,
 ) -> Iterator[Session]:
     """Start the plan's nodes as processes of one compute thread each.
 
@@ -32,14 +34,14 @@ def processes(
         url: the broker's.
         experiment: the options; its ``task`` is ``module:name``.
         on_step: called with each step that ends.
+        keep: nodes keep their state after each step.
     """
     run = f"bench-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgesplit-bench-")))
         transport = stack.enter_context(MqttTransport(url, run=run, node=COORDINATOR))
-        fleet = Processes(
-            node_command(url, run, experiment.task, state=logs / "state"), logs, env={"OMP_NUM_THREADS": "1"}
-        )
+        command = node_command(url, run, experiment.task, state=logs / "state" if keep else None)
+        fleet = Processes(command, logs, env={"OMP_NUM_THREADS": "1"})
         stack.callback(fleet.stop, 5.0)
         reference = {"reference": experiment.task, "args": {}}
         yield stack.enter_context(

@@ -26,6 +26,9 @@ def register(app: typer.Typer) -> None:
         state: Annotated[
             Path | None, typer.Option(help="Folder for what the node needs to come back after a crash.")
         ] = None,
+        no_state: Annotated[
+            bool, typer.Option("--no-state", help="Keep nothing: after a crash the round's beginning must do.")
+        ] = False,
         coordinator_s: Annotated[
             float, typer.Option(help="Seconds that it stays when the coordinator is gone.", min=0)
         ] = 60.0,
@@ -35,6 +38,8 @@ def register(app: typer.Typer) -> None:
         """Join a run and do a node's part until it ends."""
         from edgesplit.hosting import run_nodes
 
+        if no_state and state is not None:
+            raise typer.BadParameter("goes not with --state: leave one out", param_hint="--no-state")
         run_nodes(
             names,
             broker=broker,
@@ -44,6 +49,7 @@ def register(app: typer.Typer) -> None:
             threads=threads,
             deterministic=deterministic,
             state=state,
+            keep=not no_state,
             coordinator_s=coordinator_s,
             broker_s=broker_s,
             on_step=mark_started,
