@@ -181,6 +181,7 @@ def assignments(
     loss_scale: float,
     reference: Mapping[str, Any],
     identity: str,
+    places: Mapping[str, tuple[int, int]],
     configs: Mapping[str, Mapping[str, Any]],
     emulate: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Assignment]:
@@ -191,21 +192,21 @@ def assignments(
         loss_scale: the first step's.
         reference: how another process finds the Task.
         identity: of the run.
+        places: device -> its index, and of how many: what its data is cut by.
         configs: device -> its free ``config``.
         emulate: node -> how it plays a slower one.
     """
     if method.name not in METHODS:
         raise ExperimentError(f"method {method.name!r} is not in the table: nodes find it there by name")
-    devices = [route.device for route in plan.routes]
     bare = plan.bare().to_json()
     told = {}
     for node in plan.nodes():
         shard = None
-        if node in devices:
+        if node in places:
             data = experiment.data.model_dump(exclude_none=True)
             shard = {
-                "index": devices.index(node),
-                "count": len(devices),
+                "index": places[node][0],
+                "count": places[node][1],
                 "config": dict(configs.get(node, {})),
                 "data": data,
             }

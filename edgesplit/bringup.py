@@ -7,7 +7,7 @@ from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, RunError, did_you_mean
@@ -76,6 +76,8 @@ def make_conductor(
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
+    say: Callable[[str], None],
+    admit: Admit | None,
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -95,7 +97,7 @@ def make_conductor(
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
     )
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note)
+    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
 
 
 def make_training(
@@ -124,21 +126,30 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     """
     conductor, plan, experiment = training.conductor, training.plan, training.experiment
     topology = Topology.from_dict(plan.topology) if plan.topology is not None else None
-    told = assembly.assignments(
-        model,
-        plan,
-        experiment,
-        method,
-        barrier=conductor.coordinator.barrier,
-        loss_scale=conductor.coordinator.loss_scale.value,
-        reference=reference,
-        identity=identity,
-        configs={name: node.config for name, node in topology.nodes.items()} if topology else {},
-        emulate=_emulated(plan, topology) if experiment.emulate else None,
-    )
-    replies = conductor.ask("assign", {node: (a.meta(), {}) for node, a in told.items()})
+
+    def parts(plan: Plan) -> dict[str, dict[str, Any]]:
+        for route in plan.routes:
+            places.setdefault(route.device, (len(places), max(len(places) + 1, len(devices))))
+        told = assembly.assignments(
+            model,
+            plan,
+            experiment,
+            method,
+            barrier=conductor.coordinator.barrier,
+            loss_scale=conductor.coordinator.loss_scale.value,
+            reference=reference,
+            identity=identity,
+            places=places,
+            configs={name: node.config for name, node in topology.nodes.items()} if topology else {},
+            emulate=_emulated(plan, topology) if experiment.emulate else None,
+        )
+        return {node: assignment.meta() for node, assignment in told.items()}
+
     devices = [route.device for route in plan.routes]
-    sizes = {device: _sizes(replies[device], "train") for device in devices}
+    places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
+    conductor.coordinator.reassign = parts
+    replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
+    sizes: dict[str, Sequence[int]] = {device: _sizes(replies[device], "train") for device in devices}
     training.test_sizes = {device: _sizes(replies[device], "test") for device in devices}
     _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
     training.agenda = agenda = Agenda(sizes)

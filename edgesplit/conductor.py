@@ -10,6 +10,7 @@ from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
 from edgesplit.observe.recorder import Recorder
+from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line
 from edgesplit.schedule import Action, Event
@@ -18,6 +19,7 @@ from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message, Transport
 
 Asked = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
+Admit = Callable[[str, Mapping[str, Any], Plan], Plan]
 
 TURN_S = 0.25
 """How long the coordinator waits for a message before it looks at the clock and at its local processes."""
@@ -39,7 +41,9 @@ class Conductor:
         watch: called every :data:`TURN_S`; raises where a local process has died that cannot be started again.
         on_node: called with each change of a node.
         note: writes down what a successor would need.
+        admit: ``(node, hello, plan) ->`` the plan with a node that it does not name; raises where it may not join.
         clock: a monotonic clock in seconds.
+        say: told, in a line, of nodes that are there and cannot take part.
     """
 
     def __init__(
@@ -51,15 +55,18 @@ class Conductor:
         watch: Callable[[], None] = lambda: None,
         on_node: Callable[[NodeChanged], None] = lambda change: None,
         note: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        admit: Admit | None = None,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.coordinator, self.transport, self.recorder = coordinator, transport, recorder
-        self._watch, self._on_node, self._note, self._clock = watch, on_node, note, clock
+        self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
+        self._admit = admit
         self._inbox = transport.mailbox(COORDINATOR)
-        self._nodes = frozenset(coordinator.plan.nodes())
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
+        self._refused: dict[str, str] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
         self._problems: dict[str, str] = {}  # why nodes cannot keep their state
 
@@ -73,7 +80,7 @@ class Conductor:
         while missing := [node for node in nodes if node not in self.hellos]:
             left = deadline - self._clock()
             if left <= 0:
-                names = ", ".join(map(repr, missing))
+                names = ", ".join(self._named(node) for node in missing)
                 raise TransportTimeout(
                     f"no word from {names} within {timeout:g} s: start 'edgesplit node NAME --broker URL' there, "
                     "or look at its log"
@@ -87,15 +94,19 @@ class Conductor:
             self._watch()
             self._refuse_mute(missing)
 
+    def _named(self, node: str) -> str:
+        return f"{node!r} ({self._refused[node]})" if node in self._refused else repr(node)
+
     def _refuse_mute(self, missing: Sequence[str]) -> None:
         """Raise where a node is online, but what it says does not arrive."""
         now = self._clock()
         mute = [node for node in missing if now - self._online.get(node, now) > MUTE_S]
         if mute:
-            raise TransportTimeout(
-                f"{', '.join(map(repr, mute))}: online, but nothing that it sends arrives: "
+            why = self._refused.get(mute[0]) or (
+                "online, but nothing that it sends arrives: "
                 "does the broker let nodes publish to the coordinator's topic, and the coordinator read it?"
             )
+            raise TransportTimeout(f"{', '.join(map(repr, mute))}: {why}")
 
     def ask(self, kind: str, to: Asked) -> Mapping[str, Message]:
         """Ask nodes for something and return their answers."""
@@ -133,6 +144,9 @@ class Conductor:
         finally:
             self._running = False
 
+    def _where(self) -> str:
+        return "is in the middle of a round" if self._running else "is between two rounds"
+
     def _refuse_nested(self) -> None:
         """One thing at a time: a callback that asks for more would take the running round's steps away."""
         if self._running:
@@ -144,6 +158,9 @@ class Conductor:
                 self.transport.send(effect.to, effect.message)
             elif isinstance(effect, NodeChanged):
                 self._on_node(effect)
+                if effect.state == "waits":
+                    notice = {"text": f"the run {self._where()}: {effect.reason}"}
+                    self.transport.send(effect.node, Message(kind="notice", sender=COORDINATOR, meta=notice))
             elif isinstance(effect, Noted):
                 self._note(effect.record)
             elif not isinstance(effect, Failed):
@@ -165,6 +182,11 @@ class Conductor:
     def _take(self, message: Message) -> Sequence[Effect]:
         if message.kind == "hello" and not self._greet(message):
             return []
+        if message.kind == "refused":
+            if message.sender in self.coordinator.known:
+                self._refused[message.sender] = str(message.meta.get("reason"))
+                self._say(f"{message.sender}: {message.meta.get('reason')}")
+            return []
         if message.kind == "status" and message.meta.get("state") == "online":
             self._online.setdefault(message.sender, self._clock())
         self._record(message)
@@ -172,21 +194,33 @@ class Conductor:
 
     def _greet(self, message: Message) -> bool:
         """Note a node's hello; return whether the run has such a node."""
-        nodes = self.coordinator.plan.nodes()
-        if message.sender in nodes:
+        if message.sender in self.coordinator.known:
             self.hellos[message.sender] = message.meta
             return True
+        if self._admit is not None:
+            return self._let_in(self._admit, message)
+        nodes = self.coordinator.wanted.nodes()
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
         self._stop_one(message.sender, f"the run has no node {message.sender!r}{near}: its nodes are {names}")
         return False
+
+    def _let_in(self, admit: Admit, message: Message) -> bool:
+        """Give a node that no file names a place, from the next round on; one that may not join is told why."""
+        try:
+            self.coordinator.want(admit(message.sender, message.meta, self.coordinator.wanted))
+        except EdgesplitError as error:
+            self._stop_one(message.sender, str(error))
+            return False
+        self.hellos[message.sender] = message.meta
+        return True
 
     def _stop_one(self, node: str, error: str | None) -> None:
         meta = {} if error is None else {"error": error}
         self.transport.send(node, Message(kind="stop", sender=COORDINATOR, term=self.coordinator.term, meta=meta))
 
     def _record(self, message: Message) -> None:
-        if message.sender not in self._nodes:
+        if message.sender not in self.coordinator.known:
             return
         if isinstance(problem := message.meta.get("keeping"), str) and self._problems.get(message.sender) != problem:
             self._problems[message.sender] = problem

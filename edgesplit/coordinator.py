@@ -19,9 +19,10 @@ from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
-from edgesplit.roster import OnLost, Roster
+from edgesplit.replanning import without
+from edgesplit.roster import Absence, OnLost, Roster
 from edgesplit.schedule import Event, Micro, Step
-from edgesplit.sharing import AHEAD, Router, expected_seconds
+from edgesplit.sharing import AHEAD, Router
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
@@ -60,12 +61,13 @@ class NodeChanged:
 
     Attributes:
         state: ``lost``; ``back`` with all it had; ``returned`` with an empty memory, and then ``recovered``, when all
-            nodes are in one state again; ``forgetful``, if it cannot keep its state.
+            nodes are in one state again; ``left`` out of the round; ``waits`` for the next one; ``forgetful``, if it
+            cannot keep its state.
         reason: why it was lost, where the fleet goes on, or what its disk says.
     """
 
     node: str
-    state: Literal["lost", "back", "returned", "recovered", "forgetful"]
+    state: Literal["lost", "back", "returned", "recovered", "left", "waits", "forgetful"]
     reason: str = ""
 
 
@@ -126,6 +128,12 @@ class _Open:
     arrays: dict[str, Mapping[str, Packed]] = field(default_factory=dict)
 
 
+INDISPENSABLE_S = 600.0
+"""How long a node is waited for that the others cannot do without."""
+
+Reassign = Callable[[Plan], Mapping[str, Mapping[str, Any]]]
+"""Another plan -> what each of its nodes is to be told."""
+
 Asked = Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]]
 """Node -> kind, meta and arrays of what it is asked."""
 
@@ -175,7 +183,7 @@ class Coordinator:
         on_lost: OnLost = "stop",
         patience: float = 60.0,
     ) -> None:
-        self.plan, self.cutting = plan, cutting
+        self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
         self.loss_scale = loss_scale or LossScale()
         self.max_skipped, self.step_timeout = max_skipped, step_timeout
@@ -183,25 +191,36 @@ class Coordinator:
         self.next_micro = 0
         self.skipped = 0
         self._skipped_in_row = 0
-        self._nodes = plan.nodes()
-        self._devices = [route.device for route in plan.routes]
-        replicas = plan.replicas()
-        shared = {layer: nodes for layer, nodes in replicas.items() if len(nodes) > 1}
-        self._shared = shared if add_replicas else {}
+        self._adds = add_replicas
+        self.wanted = plan  # what it is when nobody is missing
+        self.known = set(plan.nodes())
+        self.reassign: Reassign = lambda plan: {}
+        self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
+        self.router = Router() if plan.peers else None
+        self._set_plan(plan)
         self._open: deque[_Open] = deque()
         self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
-        self.router = Router(expected_seconds(plan)) if plan.peers else None
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
         self._request_numbers = count(1)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
-        self.roster = Roster(self._nodes)
+        self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes in a new life that have not been told their part
+        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
+        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._nodes = plan.nodes()
+        self._devices = [route.device for route in plan.routes]
+        shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
+        self._shared = shared if self._adds else {}
+        if self.router is not None:
+            self.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
@@ -300,12 +319,14 @@ class Coordinator:
 
     def receive(self, message: Message, now: float) -> list[Effect]:
         """Take a message from a node. Raises FrameError where it is malformed."""
-        if message.sender not in self._nodes:
+        if message.sender not in self.known:
             return []
         if message.kind == "hello":
             return self._hello(message, now)
         if message.kind == "status":
             return self._status(message, now)
+        if message.sender not in self._nodes:
+            return []  # it was left out
         if message.kind == "failed":
             return [Failed(RunError(f"{message.sender!r} failed: {message.meta.get('error', 'no reason given')}"))]
         if message.kind == "report":
@@ -320,6 +341,8 @@ class Coordinator:
             self._progress_at = now
             return [NodeChanged(node, "back")]
         if not self.roster.gone(node, reason, now):
+            return []
+        if node not in self._nodes:
             return []
         if self.on_lost == "stop" and self.busy:
             return [Failed(NodeLost(f"node {node!r} was lost {self._where()} ({reason})"))]
@@ -352,7 +375,7 @@ class Coordinator:
         """Note the time. A run without progress for ``step_timeout`` seconds has failed."""
         if not self.busy or self._progress_at is None:
             return []
-        if self.roster.lost:
+        if any(node in self._nodes for node in self.roster.lost):
             self._progress_at = now  # it is known what is waited for
             return self._overdue(now)
         if now - self._progress_at < self.step_timeout:
@@ -361,11 +384,15 @@ class Coordinator:
         return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, self._missing()))}"))]
 
     def _overdue(self, now: float) -> list[Effect]:
-        overdue = self.roster.overdue(0.0 if self.on_lost == "stop" else self.patience, now)
+        lost = {node: absence for node, absence in self.roster.lost.items() if node in self._nodes}
+        if self.on_lost == "continue" and self.line.base.load > 0 and (plan := without(self.plan, lost)) is not None:
+            return self._leave_out(lost, plan, now)
+        patience = {"stop": 0.0, "wait": self.patience, "continue": INDISPENSABLE_S}[self.on_lost]
+        overdue = {node: absence for node, absence in lost.items() if now - absence.since >= patience}
         if not overdue:
             return []
         names = ", ".join(f"{node!r} ({absence.reason})" for node, absence in overdue.items())
-        late = "" if self.on_lost == "stop" else f" and did not come back within {self.patience:g} s"
+        late = "" if self.on_lost == "stop" else f" and did not come back within {patience:g} s"
         return [Failed(NodeLost(f"node {names} was lost {self._where()}{late}"))]
 
     def _note_base(self) -> Noted:
@@ -386,11 +413,15 @@ class Coordinator:
     # -- nodes that start anew
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
-        if not self.roster.hello(message.sender, str(message.meta.get("life"))) or not self._assigned:
+        again = self.roster.hello(message.sender, str(message.meta.get("life")))
+        if message.sender not in self._nodes:
+            return [NodeChanged(message.sender, "waits", "it joins with the next round")]
+        if not again or not self._assigned:
             return []
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
         self._fresh.add(message.sender)
+        self._returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
@@ -406,6 +437,33 @@ class Coordinator:
         self.term += 1
         parts |= {node: ("halt", {}, {}) for node in self._nodes if node not in self._fresh}
         return self._inquire(parts, self._return)
+
+    # -- another plan
+
+    def _leave_out(self, lost: Mapping[str, Absence], plan: Plan, now: float) -> list[Effect]:
+        """Go on without these nodes: the others take another plan, and do again what is not final without them."""
+        effects: list[Effect] = [NodeChanged(node, "left", absence.reason) for node, absence in lost.items()]
+        self.take_plan(plan)
+        for request in self._requests.values():
+            request.asked = {node: part for node, part in request.asked.items() if node in self._nodes}
+        self._fresh = set(self._nodes)
+        return effects + self._recover(now)
+
+    def take_plan(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
+        """Work by another plan from now on; return what its nodes are to be told."""
+        self._set_plan(plan)
+        self._assigned = dict(self.reassign(plan))
+        return self._assigned
+
+    def want(self, plan: Plan) -> None:
+        """Have another plan when the next round begins and its nodes are there."""
+        self.wanted = plan
+        self.known |= set(plan.nodes())
+
+    def next_plan(self) -> Plan:
+        """Return the plan for the next round: that which is wanted, without those who are not there."""
+        missing = {node for node in self.wanted.nodes() if node in self.roster.lost or node not in self.roster.lives}
+        return without(self.wanted, missing) or self.plan
 
     def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
         self._recovery = _Request(next(self._request_numbers), asked, then)
@@ -452,8 +510,9 @@ class Coordinator:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
         step = self.line.point().step
         where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
+        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
+        self._returned.clear()
         for request in self._requests.values():
             request.due = True
         return effects + self._catch_up(now)
@@ -553,6 +612,9 @@ class Coordinator:
     def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
         """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
         counts = applied or not self.synchronous
+        for device, share in entry.due.draft.shares.items():
+            if device not in entry.step.batches and share.samples:
+                self.missed.setdefault(device, {})[entry.step.step] = share.samples
         standing = self._standing()
         self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, standing))
         done = self._done(entry, applied=applied)
@@ -581,7 +643,8 @@ class Coordinator:
             total += losses[micro][0]
             weight += losses[micro][1]
         metrics = _added([entry.reports[node].metrics for node in entry.participants])
-        samples = sum(share.samples for share in entry.due.draft.shares.values())
+        shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
+        samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         loss = total / weight if weight else math.nan
         return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
 

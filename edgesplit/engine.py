@@ -36,9 +36,17 @@ class Engine:
         assignment: its part in the run.
         kit: the Task made ready.
         journal: where it keeps its state; None: nowhere.
+        before: the engine of the plan before, whose data and layers it takes over.
     """
 
-    def __init__(self, name: str, assignment: Assignment, kit: Kit, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        assignment: Assignment,
+        kit: Kit,
+        journal: Journal | None = None,
+        before: Engine | None = None,
+    ) -> None:
         self.name, self.assignment, self.kit, self.journal = name, assignment, kit, journal
         self.plan = Plan.from_json(assignment.plan)
         self.method = method_of(assignment.method)
@@ -50,8 +58,10 @@ class Engine:
         self._names = kit.layers
         self._runners: dict[tuple[int, int], SegmentRunner] = {}
         self._policies: dict[tuple[int, int], WeightPolicy] = {}
-        self._feeds = {test: self._feed(test) for test in (False, True)}
+        self._feeds = {test: self._feed(test) for test in (False, True)} if before is None else before.feeds(assignment)
         self.store = self._make_store()
+        if before is not None:
+            self.store.inherit(before.store)
         self._begun: list[int] = []  # steps not settled, in order
         self._adopted: int | None = None
         self._skipped: dict[tuple[int, int], int] = {}
@@ -105,6 +115,15 @@ class Engine:
         return found - {self.name}
 
     # -- data
+
+    def feeds(self, assignment: Assignment) -> dict[bool, Feed | None]:
+        """Return the data (False: training, True: test) for another assignment of this node in the same run.
+
+        A run's data does not depend on its plan, and reading it may take long.
+        """
+        if assignment.shard != self.assignment.shard:
+            raise RunError(f"{self.name!r} is told of other data in the middle of the run")
+        return self._feeds
 
     def _feed(self, test: bool) -> Feed | None:
         shard = self.assignment.shard
@@ -366,7 +385,8 @@ class Engine:
         raise RunError(f"{self.name!r} does not know what {message.kind!r} asks")
 
     def _fetch(self, message: Message) -> Outcome:
-        layers = [self._names[i] for i in self.layers]
+        asked = message.meta.get("layers")
+        layers = [self._names[i] for i in self.layers if not isinstance(asked, list) or i in asked]
         held = self.store.export(layers)
         parts = {"param": held.params, "buffer": held.buffers}
         if message.meta.get("optimizer"):

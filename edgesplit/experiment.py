@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
 
-from edgesplit.errors import ExperimentError, did_you_mean
+from edgesplit.errors import ExperimentError, TransportError, did_you_mean
 from edgesplit.topology_file import (
     Count,
     NotNegative,
@@ -24,6 +24,8 @@ from edgesplit.topology_file import (
     read_yaml,
     refuse_not_yet,
 )
+from edgesplit.transport.access import CLIENT_ID, PREFIX, Access
+from edgesplit.transport.address import SCHEMES
 
 ASYNCHRONOUS = frozenset({"pipedream", "2bw", "xpipe"})
 """Methods without a common step: they skip locally and cannot clip globally."""
@@ -59,18 +61,18 @@ def _check_on_node_lost(value: Any) -> str:
     raise ValueError(f"is {value!r}, must be stop, continue or wait=60s{near}")
 
 
-def _check_broker(value: Any) -> str:
+def _check_url(value: Any) -> str:
     if value == "embedded":
         return "embedded"
     try:
         url = urlsplit(value) if isinstance(value, str) else None
-        fits = url is not None and url.scheme in ("mqtt", "mqtts") and bool(url.hostname) and (url.port or 1) > 0
+        fits = url is not None and url.scheme in SCHEMES and bool(url.hostname) and (url.port or 1) > 0
     except ValueError:  # a port that is none
         fits = False
     if url is None or not fits:
         near = did_you_mean(str(value), ("embedded",))
         shown = re.sub(r":[^/@]*@", ":...@", str(value))  # a password is not repeated
-        raise ValueError(f"is {shown!r}, must be embedded or mqtt[s]://[user@]host[:port]{near}")
+        raise ValueError(f"is {shown!r}, must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port]{near}")
     if url.password is not None:
         raise ValueError("holds a password: put it into a file and name that in EDGESPLIT_PASSWORD_FILE")
     return str(value)
@@ -87,9 +89,8 @@ OnNodeLost = Annotated[
     PlainValidator(_check_on_node_lost),
     WithJsonSchema({"type": "string", "pattern": r"^(stop|continue|wait=\d+s)$"}),
 ]
-Broker = Annotated[
-    str, PlainValidator(_check_broker), WithJsonSchema({"type": "string", "pattern": "^(embedded|mqtts?://.+)$"})
-]
+_URL_SCHEMA = {"type": "string", "pattern": "^(embedded|(mqtt|ws)s?://.+)$"}
+Url = Annotated[str, PlainValidator(_check_url), WithJsonSchema(_URL_SCHEMA)]
 
 
 class PlanOptions(Section):
@@ -247,6 +248,67 @@ class LocalOptions(Section):
     """processes that the nodes are spread over; default: one a node, up to 16"""
 
 
+class BrokerOptions(Section):
+    """The broker; a text alone is its url."""
+
+    url: Url = "embedded"
+    """`embedded`, or `mqtt[s]://[user@]host[:port]`, or `ws[s]://[user@]host[:port]/path`"""
+    ca: str | None = None
+    """file of the certificates that the broker's must be signed by; default: EDGESPLIT_CA, or those of the system"""
+    cert: str | None = None
+    """file of the coordinator's own certificate, where the broker demands one; default: EDGESPLIT_CERT"""
+    key: str | None = None
+    """file of the private key to it; default: EDGESPLIT_CERT_KEY"""
+    topic_prefix: str = PREFIX
+    """the first levels of all topics"""
+    client_id: str = CLIENT_ID
+    """what client ids are made of: `{prefix}`, `{run}`, `{node}`, and `{boot}`, which is another at each start"""
+    mqtt: Literal["5", "3.1.1"] | None = None
+    """the version of MQTT; default: 5 where the broker speaks it"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        return {"url": _check_url(data)} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url == "embedded" and (self.ca or self.cert or self.key):
+            raise ValueError("ca, cert and key have no effect with the embedded broker: remove them")
+        try:
+            self.access("mqtt://localhost" if self.url == "embedded" else self.url)
+        except TransportError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [_URL_SCHEMA, handler(core)]}
+
+    def access(self, url: str, base: Path | None = None) -> Access:
+        """Return how to get in at ``url``; files are in the folder ``base``."""
+
+        def file(name: str | None) -> str | None:
+            return str(base / name) if base is not None and name is not None else name
+
+        return Access(
+            url,
+            ca=file(self.ca),
+            cert=file(self.cert),
+            cert_key=file(self.key),
+            prefix=self.topic_prefix,
+            client_id=self.client_id,
+            mqtt=self.mqtt,
+        )
+
+
+class SecurityOptions(Section):
+    """Who is believed."""
+
+    key: Literal["required", "optional"] | None = None
+    """who must sign with the run's key: all (`required`; default if the run starts them), or who did (`optional`)"""
+
+
 class TimeoutOptions(Section):
     """How long is waited."""
 
@@ -304,11 +366,13 @@ class Experiment(Section):
     loss_scale: LossScale = "off"
     """what losses are multiplied by: `off`, `dynamic` or a number"""
     on_node_lost: OnNodeLost = "wait=60s"
-    """what happens when a node is lost: `stop` the run, or `wait=60s` for it to come back (seconds)"""
+    """when a node is lost: `stop`, `wait=60s` for it, or `continue` the round without it where the others can"""
     local: LocalOptions = Field(default_factory=LocalOptions)
     """a whole fleet on one machine"""
-    broker: Broker = "embedded"
-    """`embedded`, or `mqtt[s]://[user@]host[:port]`"""
+    broker: BrokerOptions = Field(default_factory=BrokerOptions)
+    """the broker: `embedded`, a url, or a mapping of what is needed to get in"""
+    security: SecurityOptions = Field(default_factory=SecurityOptions)
+    """who is believed"""
     emulate: bool = False
     """whether links and nodes are as slow as the topology says; an error where this machine is too slow for it"""
     seed: CountFrom0 = 0
@@ -372,6 +436,8 @@ class Experiment(Section):
             raise ExperimentError(f"{source} describes a topology: name it as 'topology' in an experiment's file")
         given = [_read_override(text) for text in overrides]
         for place, value in given:
+            if isinstance(data, Mapping) and isinstance(data.get("broker"), str) and place[:1] == ("broker",):
+                data = {**data, "broker": {"url": data["broker"]}}  # the override may add to it
             data = _set(data, place, value)
 
         def origin(place: tuple[str, ...]) -> str:
@@ -393,7 +459,6 @@ class Experiment(Section):
 
 NOT_YET = (
     NotYet("log", " with entries", bool, "metrics are in the run's folder; leave log empty"),
-    NotYet("on_node_lost", " continue", lambda value: value == "continue", "use stop or wait=60s"),
     NotYet("plan.planner", " msp", lambda value: value == "msp", "use manual or even"),
 )
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from edgesplit.errors import RunError
 from edgesplit.kit import Kit
 from edgesplit.protocol import Assignment
+from edgesplit.transport.access import Access
 from edgesplit.transport.base import Transport
 from edgesplit.worker import Worker
 
@@ -25,7 +26,13 @@ HANG_S = 5.0
 
 
 class Fleet(Protocol):
-    """The nodes of a run, started and ended together."""
+    """The nodes of a run, started and ended together.
+
+    Attributes:
+        starts: it really starts them; else somebody else does, some time.
+    """
+
+    starts: bool
 
     def start(self, nodes: Sequence[str]) -> None:
         """Start the nodes; they join by themselves."""
@@ -46,6 +53,8 @@ class Fleet(Protocol):
 
 class Elsewhere:
     """Nodes that somebody else starts: ``edgesplit node NAME --broker URL``."""
+
+    starts = False
 
     def start(self, nodes: Sequence[str]) -> None:
         """Nothing to start."""
@@ -68,6 +77,8 @@ class Threads:
         kit: an assignment's Task made ready.
         patience: see :class:`Worker`.
     """
+
+    starts = True
 
     def __init__(
         self,
@@ -122,6 +133,8 @@ class Processes:
         env: additions to the environment.
         restarts: how often, in :data:`RESTARTS_S` seconds, a process that was killed is started again.
     """
+
+    starts = True
 
     def __init__(
         self,
@@ -221,12 +234,18 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def node_command(broker: str, run: str, task: str | None = None, *, state: Path | None) -> list[str]:
-    """Return the command line of node processes of this machine; node names follow.
+def node_command(
+    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path | None
+) -> list[str]:
+    """Return the command line of node processes of this machine; node names follow. No secret is in it.
 
     Args:
         state: where they keep theirs, each in a folder of its own; None: they keep nothing.
     """
-    command = [sys.executable, "-m", "edgesplit", "node", "--broker", broker, "--run", run, "--local"]
+    access = broker if isinstance(broker, Access) else Access(broker)
+    command = [sys.executable, "-m", "edgesplit", "node", "--broker", access.url, "--run", run, "--local"]
+    command += access.options()
     command += ["--no-state"] if state is None else ["--state", str(state)]
+    if key_file is not None:
+        command += ["--key-file", str(key_file)]
     return [*command, "--task", task] if task else command

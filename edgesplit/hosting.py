@@ -13,13 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgesplit.admission import proof_of, read_token
 from edgesplit.errors import EdgesplitError, RunError, TaskError
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
+from edgesplit.transport.access import Access
+from edgesplit.transport.key import Key
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
+
+IDLE_S = 2.0
+"""The pause of a node that stays before it looks for the next run."""
 
 LAST_WORDS_S = 1.0
 """How long a node may take to end by itself after its stdin has closed: at a run's end both happen."""
@@ -91,17 +97,19 @@ def _make(reference: str, told: Mapping[str, Any], *, declared: bool) -> Kit:
 def run_nodes(
     names: Sequence[str],
     *,
-    broker: str,
+    broker: str | Access,
     run: str | None = None,
     task: str | None = None,
-    prefix: str = "edgesplit",
+    key_file: str | None = None,
     local: bool = False,
     threads: int = 1,
     deterministic: bool = False,
     state: Path | None = None,
     keep: bool = True,
+    token_file: Path | None = None,
     coordinator_s: float = 60.0,
     broker_s: float = 120.0,
+    stay: bool = False,
     on_step: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -109,12 +117,16 @@ def run_nodes(
 
     Args:
         names: the nodes.
+        broker: its url, or the url and how to get in.
+        key_file: of the run's key; None: this node signs nothing and believes all.
         run: None: the one run whose coordinator is, or comes, to this broker.
         local: end when stdin closes: the process that started this one is gone.
         threads: compute threads of torch.
         state: where the nodes keep what they need to come back after a crash, each in a folder of its own; None: in
             the user's folder for that.
         keep: they keep it at all.
+        token_file: of a token that lets these nodes in where no file names them.
+        stay: take the next run when one has ended, for ever.
         coordinator_s, broker_s: how long, in seconds, they stay when the coordinator or the broker is gone.
         on_step: called with each step that one of the nodes has done its part of.
         say: told, in a line each, that a run is waited for and that a node has come to it.
@@ -124,17 +136,65 @@ def run_nodes(
     """
     if local:  # first of all: what started this process may be gone before torch is loaded
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
-    if run is None:
-        say(f"waiting for a run at {broker}")
-        run = find_run(broker, prefix=prefix)
-    _prepare_torch(threads, deterministic)
-    kit = kit_source(task)
+    access = broker if isinstance(broker, Access) else Access(broker)
+    key = Key.read(key_file) if key_file is not None else None
+    token = read_token(token_file) if token_file is not None else None
+    prepared = False
+    while True:
+        try:
+            if run is None:
+                say(f"waiting for a run at {access.url}")
+            found = run or find_run(access, names[0])
+            if not prepared:
+                _prepare_torch(threads, deterministic)
+                prepared = True
+            _run_once(
+                names,
+                access,
+                found,
+                kit_source(task),
+                key=key,
+                token=token,
+                state=state,
+                keep=keep,
+                coordinator_s=coordinator_s,
+                broker_s=broker_s,
+                on_step=on_step,
+                say=say,
+            )
+        except EdgesplitError as error:
+            if not stay:
+                raise
+            say(f"{', '.join(names)}: {error}")
+        if not stay:
+            return
+        gc.collect()  # what the run held is free before the next one comes
+        say(f"{', '.join(names)}: idle")
+        time.sleep(IDLE_S)
+
+
+def _run_once(
+    names: Sequence[str],
+    access: Access,
+    run: str,
+    kit: Callable[[Assignment], Kit],
+    *,
+    key: Key | None,
+    token: str | None,
+    state: Path | None,
+    keep: bool,
+    coordinator_s: float,
+    broker_s: float,
+    on_step: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """Run nodes to the end of one run."""
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(broker, run=run, node=name, prefix=prefix, give_up=broker_s) as transport:
-                say(f"{name}: in run {run} at {broker}, waiting for the coordinator's word")
+            with MqttTransport(access, run=run, node=name, key=key, give_up=broker_s) as transport:
+                say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(
                     name,
                     transport,
@@ -143,6 +203,8 @@ def run_nodes(
                     on_step=on_step,
                     state=(state or state_directory(run)) / f"node-{name}" if keep else None,
                     coordinator_s=coordinator_s,
+                    prove=None if token is None else lambda life: proof_of(token, run, name, life),
+                    say=say,
                 ).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)

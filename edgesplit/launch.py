@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit import checkpoint
+from edgesplit.admission import Admissions
 from edgesplit.assembly import build_model, remarks
 from edgesplit.coordinator import StepDone
 from edgesplit.costs import ProfileCosts
@@ -33,7 +35,9 @@ from edgesplit.session import Session
 from edgesplit.sheets import Agenda, Cutting, number
 from edgesplit.task import COORDINATOR
 from edgesplit.topology import Topology
+from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
+from edgesplit.transport.key import Key
 from edgesplit.transport.mqtt import MqttTransport
 
 PREDICTED_STEPS = 3
@@ -54,7 +58,6 @@ class Launch:
     overrides: Sequence[str] = ()
     name: str | None = None
     out: Path | None = None
-    broker: str | None = None
     resume: bool = False
     deterministic: bool = False
     style: str = "auto"
@@ -64,8 +67,7 @@ class Launch:
 
 def prepare(launch: Launch) -> tuple[Experiment, Any, Any, Plan]:
     """Read, import, prove and plan; nothing is started. Returns experiment, loaded Task, model and plan."""
-    overrides = [*launch.overrides, *([f"broker={launch.broker}"] if launch.broker else [])]
-    experiment = Experiment.load(launch.experiment, overrides)
+    experiment = Experiment.load(launch.experiment, launch.overrides)
     topology = Topology.load(experiment.topology_path)
     loaded = load_task(experiment.task, experiment.task_args, experiment.base)
     model = build_model(loaded.task, experiment, source=loaded.source)
@@ -85,16 +87,22 @@ def run(launch: Launch) -> dict[str, Any]:
         launch.say(line)
     predicted = predicted_step(plan, experiment)
     reference = {"reference": loaded.reference, "args": dict(loaded.args)}
+    topology = Topology.load(experiment.topology_path)
+    admissions = Admissions(topology.admit, folder.name) if topology.admit is not None else None
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
-        broker, watch = experiment.broker, _nothing
-        if broker == "embedded":
-            embedded = stack.enter_context(EmbeddedBroker())
-            broker, watch = embedded.url, embedded.watch
+        access, watch = _access(experiment, stack)
         transport = stack.enter_context(
-            MqttTransport(broker, run=folder.name, node=COORDINATOR, give_up=experiment.timeouts.broker_s)
+            MqttTransport(
+                access,
+                run=folder.name,
+                node=COORDINATOR,
+                give_up=experiment.timeouts.broker_s,
+                key=Key.read(folder.key_file),
+                key_required=_key_required(experiment),
+            )
         )
-        fleet = _fleet(experiment, broker, folder, loaded.reference, plan, launch)
+        fleet = _fleet(experiment, access, folder, loaded.reference, plan, launch)
         stack.callback(fleet.stop, 5.0)
         session = stack.enter_context(
             Session(
@@ -108,10 +116,12 @@ def run(launch: Launch) -> dict[str, Any]:
                 watch=watch,
                 identity=folder.identity,
                 resume=launch.resume,
+                admit=admissions.admit if admissions is not None else None,
                 directory=folder.path,
                 recorder=recorder,
                 callbacks=[Progress(experiment.rounds, style=launch.style)],
                 on_step=launch.on_step,
+                say=launch.say,
             )
         )
         launch.say(f"all {len(plan.nodes())} nodes have joined")
@@ -128,18 +138,33 @@ def _nothing() -> None:
     """What is watched of a broker that is not ours."""
 
 
+def _access(experiment: Experiment, stack: ExitStack) -> tuple[Access, Callable[[], None]]:
+    """How the broker is reached, and what is to be called now and then; the embedded one is started."""
+    options = experiment.broker
+    if options.url != "embedded":
+        return options.access(options.url, experiment.base), _nothing
+    broker = stack.enter_context(EmbeddedBroker())
+    return options.access(broker.url_v3 if options.mqtt == "3.1.1" else broker.url), broker.watch
+
+
+def _elsewhere(experiment: Experiment) -> bool:
+    """Whether somebody else starts the nodes."""
+    return experiment.broker.url != "embedded" and experiment.local.processes is None
+
+
+def _key_required(experiment: Experiment) -> bool:
+    wanted = experiment.security.key
+    return wanted == "required" if wanted is not None else not _elsewhere(experiment)
+
+
 def _fleet(
-    experiment: Experiment, broker: str, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
+    experiment: Experiment, access: Access, folder: RunDirectory, reference: str, plan: Plan, launch: Launch
 ) -> Fleet:
     """Local processes over the embedded broker; over another broker only where ``local`` says so."""
-    if experiment.broker != "embedded" and experiment.local.processes is None:
-        launch.say(
-            f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of the same task file there)"
-        )
-        for node in plan.nodes():
-            launch.say(f"  edgesplit node {node} --broker {broker} --run {folder.name} --task {reference}")
+    if _elsewhere(experiment):
+        _invite(experiment, access, folder, reference, plan, launch.say)
         return Elsewhere()
-    command = node_command(broker, folder.name, reference, state=folder.path / "state")
+    command = node_command(access, folder.name, reference, folder.key_file, state=folder.path / "state")
     command += ["--broker-s", str(experiment.timeouts.broker_s)]
     command += ["--threads", str(experiment.threads or 1)]
     if launch.deterministic:
@@ -148,6 +173,29 @@ def _fleet(
     env = {"OMP_NUM_THREADS": str(experiment.threads or 1), **KEEP_MEMORY}
     restarts = 0 if experiment.on_lost == "stop" else RESTARTS
     return Processes(command, folder.path / "logs", count=count, env=env, restarts=restarts)
+
+
+def _invite(
+    experiment: Experiment,
+    access: Access,
+    folder: RunDirectory,
+    reference: str,
+    plan: Plan,
+    say: Callable[[str], None],
+) -> None:
+    """Say how each node is to be started."""
+    options = ["--broker", access.url, *access.options(), "--run", folder.name, "--task", reference]
+    files = "the same task file"
+    if access.file("cert"):
+        files += ", of its own certificate"
+    if _key_required(experiment):
+        options += ["--key-file", str(folder.key_file)]
+        files += " and of this key"
+    else:
+        say(f"nodes may join without --key-file {folder.key_file}: what they send is not proven to be theirs")
+    say(f"waiting for {len(plan.nodes())} nodes; start each of them as (with the place of {files} there)")
+    for node in plan.nodes():
+        say(f"  edgesplit node {node} {shlex.join(options)}")
 
 
 def _say_resumed(session: Session, folder: RunDirectory, say: Callable[[str], None]) -> None:
@@ -217,6 +265,10 @@ def _write(
         "samples_per_s": samples / training if training else 0.0,
         "nodes": _nodes(session, plan),
         "links": session.links(),
+        "missed": {
+            device: {"steps": len(steps), "samples": sum(steps.values())}
+            for device, steps in session.training.conductor.coordinator.missed.items()
+        },
         "bubble": bubble(events) if events else None,
         "predicted_s": predicted,
         "measured_s": statistics.median(steps) if steps else None,

@@ -13,7 +13,7 @@ from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.logbook import Logbook
 from edgesplit.recovery import Standing
-from edgesplit.training import Held, Training
+from edgesplit.training import Training
 
 
 def snapshot(
@@ -89,7 +89,7 @@ def take_up(
     changed = changes(position, experiment)
     load = int(position.extra.get("load", 1))
     progress = logbook.read(load) if not changed else None  # the round began with other options
-    training.take_up(load, _held(found.nodes, training), progress, standing, position.round + 1)
+    training.take_up(load, training.spread(found.nodes, training.plan), progress, standing, position.round + 1)
     return position, changed
 
 
@@ -109,20 +109,3 @@ def _flat(values: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{under}{key}.") if isinstance(value, Mapping) else {f"{under}{key}": value}
     return flat
-
-
-def _held(nodes: Mapping[str, Mapping[str, Any]], training: Training) -> dict[str, Held]:
-    """What each node of this plan held; of layers that are new to it, what some node held."""
-    some = Held({name: array for node in sorted(nodes) for name, array in nodes[node].items()})
-    held = {}
-    for node in training.plan.nodes():
-        own = Held(dict(nodes.get(node, {})))
-        params, buffers = training.names.of(training.plan.layers_of(node))
-        known = own.part("param").keys() | own.part("buffer").keys()
-        arrays: dict[str, Any] = {}
-        # A layer that it had without optimizer state has had no update there: others' state is not its own.
-        for kind, names in (("param", params), ("buffer", buffers), ("optimizer", params)):
-            parts = own.part(kind, names) | some.part(kind, [name for name in names if name not in known])
-            arrays |= {f"{kind}/{name}": array for name, array in parts.items()}
-        held[node] = Held(arrays)
-    return held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +18,14 @@ class Absence:
 
 
 class Roster:
-    """The nodes of a run.
-
-    Args:
-        nodes: their names.
+    """The nodes that have come to a run.
 
     Attributes:
         lives: the random number that each living process of a node has told; a new one means that it lost its memory.
         lost: nodes that cannot be reached now.
     """
 
-    def __init__(self, nodes: Iterable[str]) -> None:
-        self.nodes = frozenset(nodes)
+    def __init__(self) -> None:
         self.lives: dict[str, str] = {}
         self.lost: dict[str, Absence] = {}
 
@@ -51,7 +46,3 @@ class Roster:
     def back(self, node: str) -> bool:
         """Note that a node can be reached again; return whether it was missing."""
         return self.lost.pop(node, None) is not None
-
-    def overdue(self, patience: float, now: float) -> dict[str, Absence]:
-        """Return the nodes that have been missing for longer than ``patience`` seconds."""
-        return {node: absence for node, absence in self.lost.items() if now - absence.since >= patience}

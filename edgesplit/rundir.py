@@ -15,6 +15,9 @@ from typing import Any
 
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.transport import frames
+from edgesplit.transport.key import Key
+
+KEY = "key"
 
 
 def plain(value: Any) -> Any:
@@ -71,8 +74,8 @@ class RunDirectory:
             raise ExperimentError(f"{path} holds a run already: resume it with --resume, or choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if not (resume and (path / "key").exists()):  # nodes elsewhere may hold a copy
-                cls._write_key(path / "key")
+            if not (resume and (path / KEY).exists()):  # nodes that outlived the coordinator hold the old one
+                cls._write_key(path / KEY)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
         return cls(path, name or (f"{_as_name(path.name)}-{secrets.token_hex(3)}" if out is not None else path.name))
@@ -80,9 +83,15 @@ class RunDirectory:
     @staticmethod
     def _write_key(path: Path) -> None:
         """The run's key, for its owner only; it never goes over the broker."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        path.unlink(missing_ok=True)  # its mode may be another's choice
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+            file.write(Key.new_text())
+
+    @property
+    def key_file(self) -> Path:
+        """Where the run's key is."""
+        return self.path / KEY
 
     @property
     def identity(self) -> str:

@@ -125,9 +125,21 @@ class Router:
     def __init__(self, expected: Mapping[str, float] | None = None) -> None:
         self._expected = dict(expected or {})
         self._means: dict[str, dict[str, _Mean]] = {}  # node -> op
+        self._hosted: dict[str, Mapping[int, set[tuple[int, int]]]] = {}
         self._first: dict[str, int] = {}  # node -> the step in which it was measured first
         self._warm: set[str] = set()
         self._idle: dict[str, float] = {}  # node -> seconds of work of the others since it was given any
+
+    def adopt(self, plan: Plan) -> None:
+        """Learn from a plan what to expect; forget what was measured of nodes that run other layers than before."""
+        self._expected |= expected_seconds(plan)
+        for node in plan.sharing():
+            hosted = plan.hosted(node)
+            if self._hosted.setdefault(node, hosted) != hosted:
+                self._hosted[node] = hosted
+                self._means.pop(node, None)
+                self._first.pop(node, None)
+                self._warm.discard(node)
 
     def observe(self, event: Event, samples: int) -> None:
         """Take a measurement: an action of a micro-batch of so many samples. What cannot be is left out.

@@ -88,7 +88,7 @@ class Agenda:
         step: the next global step.
     """
 
-    sizes: Mapping[str, Sequence[int]]
+    sizes: dict[str, Sequence[int]]
     lr: Callable[[int], float] = lambda step: 1.0
     done: dict[str, int] = field(default_factory=dict)
     step: int = 0

@@ -105,6 +105,21 @@ class Link:
         return self.latency_s + nbytes * 8e-6 / self.mbps
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How devices join that no file names.
+
+    Attributes:
+        parents: the nodes that they may be under; the one with the fewest devices gets the next.
+        token_file: the tokens that let a device in, one a line, or a device's name and its own token.
+        max: how many may join; None: any number.
+    """
+
+    parents: tuple[str, ...]
+    token_file: str
+    max: int | None = None
+
+
 @dataclass(frozen=True)
 class Topology:
     """Nodes by name in the order of the file, and how they are connected.
@@ -113,6 +128,7 @@ class Topology:
         nodes: name -> node.
         links: directed links beside those between a node and its parent.
         broker_at: the node whose host runs the broker; None: messages go the direct way.
+        admit: how further devices join; None: they do not. It is no part of :meth:`to_dict`.
 
     Raises:
         TopologyError: it describes no fleet; the message names the node and says what to do.
@@ -121,6 +137,7 @@ class Topology:
     nodes: Mapping[str, Node]
     links: tuple[Link, ...] = ()
     broker_at: str | None = None
+    admit: Admission | None = None
 
     def __post_init__(self) -> None:
         for key, node in self.nodes.items():
@@ -151,7 +168,7 @@ class Topology:
         from edgesplit.topology_file import read_topology  # pydantic and YAML stay off the device's path
 
         found = read_topology(Path(path))
-        return cls(found.nodes, found.links, found.broker_at)
+        return cls(found.nodes, found.links, found.broker_at, found.admit)
 
     @classmethod
     def of(cls, nodes: Iterable[Node], links: Sequence[Link] = (), broker_at: str | None = None) -> Self:

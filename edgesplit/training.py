@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Asked, Conductor
 from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
 from edgesplit.errors import ExperimentError, RunError
@@ -20,6 +20,7 @@ from edgesplit.federated import Federation, Group, Reply, Request, average
 from edgesplit.logbook import Progress
 from edgesplit.plan import Plan
 from edgesplit.recovery import Line, Point, Standing
+from edgesplit.replanning import moved
 from edgesplit.sheets import Agenda, Draft, Share, evaluation
 from edgesplit.transport.base import Message
 
@@ -115,20 +116,30 @@ class Training:
         *,
         on_step: Callable[[StepDone], None] = lambda done: None,
     ) -> None:
-        self.conductor, self.plan, self.experiment, self.names = conductor, plan, experiment, names
+        self.conductor, self.experiment, self.names = conductor, experiment, names
         self.params, self.buffers = params, buffers
         self.on_step = on_step
         self.held: dict[str, Held] = {}
+        self._next: Plan | None = None  # of the next round
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
         self._ended: list[StepDone] = []  # of the round that a resumed run was in
         self.participation: dict[str, int] = {}
         self.federation = federation
-        self._groups = groups_of(plan)
-        self._shared = {key: g for key, g in self._groups.items() if len(g[1]) > 1 and self._takes_part(g[1])}
+        self._group(plan)
         self._given: dict[str, Arrays] = {}  # what each node held when the weights were last given out, if it is known
         conductor.coordinator.spare = self._spare
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the moment: without the nodes that were left out."""
+        return self.conductor.coordinator.plan
+
+    def _group(self, plan: Plan) -> None:
+        """Find the replicated layers; until the round's end they are those of its beginning."""
+        self._groups = groups_of(plan)
+        self._shared = {key: g for key, g in self._groups.items() if len(g[1]) > 1 and self._takes_part(g[1])}
 
     def _takes_part(self, nodes: Sequence[str]) -> bool:
         """Whether ``federation.tiers`` lets these replicas be aggregated (default: all)."""
@@ -140,12 +151,12 @@ class Training:
 
     # -- weights
 
-    def load(self, held: Mapping[str, Held] | None = None) -> None:
-        """Give every node its layers: the model's weights, or what ``held`` says it had."""
+    def load(self) -> None:
+        """Give every node its layers: the model's weights."""
         to = {}
         given = {}
         for node in self.plan.nodes():
-            arrays = given[node] = dict(held[node].arrays) if held else self._initial(node)
+            arrays = given[node] = self._initial(node)
             meta = {
                 "reset_optimizer": list(self.plan.layers_of(node)),
                 "reset_round": True,
@@ -158,7 +169,7 @@ class Training:
     def take_up(
         self,
         load: int,
-        held: Mapping[str, Held] | None,
+        held: Mapping[str, Arrays] | None,
         progress: Progress | None,
         standing: Standing,
         number: int = 1,
@@ -173,7 +184,7 @@ class Training:
             number: of the round.
         """
         agenda = self.drawn
-        self._given = {n: dict(held[n].arrays) if held else self._initial(n) for n in self.plan.nodes()}
+        self._given = {n: dict(held[n]) if held else self._initial(n) for n in self.plan.nodes()}
         line, term, micro = Line(Point(load, agenda.step - 1), standing), 0, 0
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
@@ -263,8 +274,9 @@ class Training:
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start
+            self._next = self.conductor.coordinator.next_plan()
             self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
-            return [self._reply(request) for request in requests]
+            return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
             results = self.federation.run_round(number, self.groups(), train)
@@ -272,7 +284,9 @@ class Training:
         else:
             train([])
             self._distribute({})
-        for device in {device for draft in drafts for device in draft.shares}:
+        missed = self.conductor.coordinator.missed
+        took_part = {device for draft in drafts for device in draft.shares if draft.step not in missed.get(device, {})}
+        for device in took_part:
             self.participation[device] = self.participation.get(device, 0) + 1
         return _summary(number, done, seconds)
 
@@ -293,8 +307,9 @@ class Training:
 
     def _distribute(self, results: Mapping[str, Arrays]) -> None:
         """Take the round's result as the model, and give replicas what has changed."""
-        changed: dict[str, Arrays] = {node: {} for node in self.plan.nodes()}
-        for key, (layers, nodes) in self._groups.items():
+        changed: dict[str, Arrays] = {node: {} for node in self.held}
+        for key, (layers, all_nodes) in self._groups.items():
+            nodes = [node for node in all_nodes if node in self.held]
             params, buffers = self.names.of(layers)
             new = results.get(key) or self.held[nodes[0]].part("param", params)
             self.params |= new
@@ -306,9 +321,85 @@ class Training:
         for node, arrays in changed.items():
             self.held[node].arrays |= arrays
         reset = self._reset(results)
+        if self._next is not None and self._next.routes != self.plan.routes:
+            changed = self._change_plan(self._next, changed)
+        self._group(self.plan)
         meta = {node: {"reset_round": True, "reset_optimizer": reset} for node in changed}
         self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
-        self._given = {node: dict(held.arrays) for node, held in self.held.items()} if self._whole else {}
+        self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
+
+    def adopt_plan(self) -> bool:
+        """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
+
+        Only the layers that change hands are sent, with their optimizers' state.
+        """
+        self._next = self.conductor.coordinator.next_plan()
+        if self._next.routes == self.plan.routes:
+            return False
+        if not self.held:  # before the first round
+            self.held = {node: Held(dict(arrays)) for node, arrays in self._given.items()}
+            self._whole = True
+        self._distribute({})
+        return True
+
+    def _fetch_state(self, layers: set[int]) -> None:
+        """Ask for the optimizers' state of these layers, of one node each, where it was not fetched."""
+        if self._whole or not layers:
+            return
+        replicas = self.plan.replicas()
+        holders: dict[str, list[int]] = {}
+        for layer in sorted(layers):
+            holder = next((node for node in replicas[layer] if node in self.held), None)
+            if holder is not None:
+                holders.setdefault(holder, []).append(layer)
+        asked: Asked = {node: ({"optimizer": True, "layers": mine}, {}) for node, mine in holders.items()}
+        for node, reply in self.conductor.ask("fetch", asked).items():
+            found = Held(unpack(reply.arrays)).part("optimizer")
+            self.held[node].arrays |= {f"optimizer/{name}": array for name, array in found.items()}
+
+    def _change_plan(self, plan: Plan, changed: Mapping[str, Arrays]) -> dict[str, Arrays]:
+        """Tell everybody another plan; return what each has to be given: of layers that it had, what has changed."""
+        before, coordinator = self.plan, self.conductor.coordinator
+        self._fetch_state({layer for layers in moved(before, plan).values() for layer in layers})
+        whole = {node: held.arrays for node, held in self.held.items()}
+        # Until all have their new layers, a node that crashes has the round done again, by the new plan.
+        self._given = self.spread(self._given, plan) if self._given else {}
+        told = coordinator.take_plan(plan)
+        replies = self.conductor.ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
+        self._learn(replies)
+        self.held = {node: Held(arrays) for node, arrays in self.spread(whole, plan).items()}
+        give = {}
+        for node, layers in moved(before, plan).items():
+            params, buffers = self.names.of(layers)
+            new = self.held[node]
+            give[node] = {f"param/{name}": self.params[name] for name in params}
+            give[node] |= {f"buffer/{name}": array for name, array in new.part("buffer", buffers).items()}
+            give[node] |= {f"optimizer/{name}": array for name, array in new.part("optimizer", params).items()}
+            new.arrays |= give[node]
+            give[node] |= {name: array for name, array in changed.get(node, {}).items() if name in new.arrays}
+        return give
+
+    def _learn(self, replies: Mapping[str, Message]) -> None:
+        """Learn the data of devices that are new to the run."""
+        for device, reply in replies.items():
+            if device not in self.drawn.sizes and (sizes := reply.meta.get("sizes")):
+                self.drawn.sizes[device], self.test_sizes[device] = list(sizes["train"]), list(sizes["test"])
+
+    def spread(self, nodes: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Arrays]:
+        """What each node of a plan is to hold: what it held; of layers that are new to it, what some node held."""
+        some = Held({name: array for node in sorted(nodes) for name, array in nodes[node].items()})
+        spread: dict[str, Arrays] = {}
+        for node in plan.nodes():
+            own = Held(dict(nodes.get(node, {})))
+            params, buffers = self.names.of(plan.layers_of(node))
+            known = own.part("param").keys() | own.part("buffer").keys()
+            arrays: Arrays = {}
+            # A layer that it had without optimizer state has had no update there: others' state is not its own.
+            for kind, names in (("param", params), ("buffer", buffers), ("optimizer", params)):
+                parts = own.part(kind, names) | some.part(kind, [name for name in names if name not in known])
+                arrays |= {f"{kind}/{name}": array for name, array in parts.items()}
+            spread[node] = arrays
+        return spread
 
     def _reset(self, results: Mapping[str, Arrays]) -> list[int]:
         """Return the layers whose optimizers start anew: under ``reset`` those that were aggregated."""
@@ -367,7 +458,8 @@ class Training:
 
     def evaluate_devices(self) -> dict[str, float]:
         """Run the devices' own test sets through the pipeline: ``device/<name>/<metric>`` -> value."""
-        sizes = {device: batches for device, batches in self.test_sizes.items() if batches}
+        here = {route.device for route in self.plan.routes}
+        sizes = {device: batches for device, batches in self.test_sizes.items() if batches and device in here}
         if not sizes:
             raise ExperimentError("no device has a test set: Task.test gave None for all of them")
         totals: dict[tuple[str, str], tuple[float, float]] = {}

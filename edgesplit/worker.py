@@ -38,6 +38,8 @@ class Worker:
         facts: what its hello says of it (process id, versions).
         on_step: called with each step that this node has done its part of.
         state: a directory of its own, where it keeps what it needs to come back after a crash; None: it keeps nothing.
+        prove: makes the proof that a node of this life may join, for one that no file names.
+        say: told, in a line, what the coordinator lets people know.
         coordinator_s: how long, in seconds, it stays when the coordinator is gone.
         clock: seconds since the epoch; the same for all nodes of a host.
     """
@@ -53,12 +55,15 @@ class Worker:
         on_step: Callable[[], None] = lambda: None,
         state: Path | None = None,
         coordinator_s: float = 60.0,
+        prove: Callable[[str], str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
         self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
         self._on_step, self._state, self._coordinator_s = on_step, state, coordinator_s
-        self._life = secrets.token_hex(8)
+        self._life, self._say = secrets.token_hex(8), say
+        self._proof = {"admission": prove(self._life)} if prove is not None else {}
         self._coordinator: str | None = None  # the boot of the one that is there
         self._gone: tuple[float, str] | None = None  # since when it is not (monotonic), and why
         self._journal: Journal | None = None
@@ -145,6 +150,8 @@ class Worker:
     def _receive(self, message: Message) -> None:
         if message.kind == "status":
             self._status(message)
+        elif message.kind == "refused":
+            self._refused(message)
         elif message.kind in DATA_KINDS and self._emulator is not None:
             due = self._emulator.due(message)
             self._taken += 1
@@ -153,6 +160,8 @@ class Worker:
             self._assign(message)
         elif message.sender == COORDINATOR and message.kind == "stop":
             self._stop(message)
+        elif message.sender == COORDINATOR and message.kind == "notice":
+            self._say(f"{self.name}: {message.meta.get('text')}")
         elif self._machine is not None:
             self._machine.receive(message)
 
@@ -172,7 +181,12 @@ class Worker:
         self._coordinator = boot
 
     def _greet(self) -> None:
-        self._tell("hello", {**self._facts, "life": self._life})
+        self._tell("hello", {**self._facts, **self._proof, "life": self._life})
+
+    def _refused(self, message: Message) -> None:
+        """A neighbour that refuses fails the probe, by name."""
+        if message.sender == COORDINATOR and self._machine is None:
+            raise RunError(f"no way to the coordinator: {message.meta.get('reason')}")
 
     def _assign(self, message: Message) -> None:
         assignment = Assignment.of(message.meta)
@@ -183,7 +197,10 @@ class Worker:
                 f"(fingerprint {kit.fingerprint[:12]}, not {assignment.fingerprint[:12]}): copy the same code to both"
             )
         self._open_journal(assignment, kit)
-        self._engine = Engine(self.name, assignment, kit, self._journal)
+        before = self._engine
+        if before is not None and before.assignment.run != assignment.run:
+            before = None
+        self._engine = Engine(self.name, assignment, kit, self._journal, before)
         if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
             self._transport.probe(self._engine.neighbours(), PROBE_S)
         self._machine = self._engine.machine()
@@ -229,7 +246,7 @@ class Worker:
         if message.kind == "report":
             self._on_step()
         if message.kind in {"report", "fetched"}:
-            traffic = {"traffic": dict(self._transport.traffic())}
+            traffic = {"traffic": dict(self._transport.traffic(self.name))}
             message = _with_meta(message, self._take_events() | traffic)
         if self._emulator is not None and message.kind in DATA_KINDS:
             message = self._emulator.stamp(send.to, message, self._clock())

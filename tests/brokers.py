@@ -1,4 +1,7 @@
-"""Real brokers for tests: a mosquitto of its own on a free port of the loopback interface, and the embedded one."""
+"""Real brokers for tests: a mosquitto of its own on a free port of the loopback interface, and the embedded one.
+
+Both with and without TLS. Debian's mosquitto has no WebSockets; the broker in iotcore has.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import iotcore
 import pytest
 
+from edgesplit.transport.access import Access
 from edgesplit.transport.broker import EmbeddedBroker
+from tests.certificates import Authority
 
 
 def find_mosquitto() -> str | None:
@@ -96,6 +102,78 @@ def mosquitto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mosquitto]:
 
 
 @pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of the tests."""
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+def tls_options(authority: Authority, name: str = "broker", *hosts: str, **dates: int) -> list[str]:
+    """Lines of a mosquitto that shows a certificate for ``hosts`` and demands one of its clients."""
+    cert, key = authority.sign(name, *(hosts or ("127.0.0.1", "localhost")), **dates)
+    return [f"cafile {authority.ca}", f"certfile {cert}", f"keyfile {key}", "require_certificate true"]
+
+
+def with_certificate(authority: Authority, url: str, name: str = "client") -> Access:
+    """How a client with a certificate gets in over TLS."""
+    cert, key = authority.sign(name)
+    return Access(url.replace("mqtt://", "mqtts://"), ca=str(authority.ca), cert=cert, cert_key=key)
+
+
+@pytest.fixture(scope="session")
+def mosquitto_tls(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Access]:
+    """How to get into a mosquitto that demands a client's certificate."""
+    broker = Mosquitto(tmp_path_factory.mktemp("mosquitto-tls"), tls_options(authority))
+    yield with_certificate(authority, broker.url)
+    broker.stop()
+
+
+_WEB = """\
+id = 0
+[router]
+id = 0
+max_connections = 100
+max_outgoing_packet_count = 200
+max_segment_size = 104857600
+max_segment_count = 10
+"""
+_WEB_LISTENER = """\
+[ws.{number}]
+name = "ws-{number}"
+listen = "127.0.0.1:{port}"
+next_connection_delay_ms = 1
+[ws.{number}.connections]
+connection_timeout_ms = 60000
+max_payload_size = 268435456
+max_inflight_count = 100
+dynamic_filters = true
+"""
+
+
+class WebBroker:
+    """A broker behind WebSockets, on a port with TLS and one without; MQTT 3.1.1."""
+
+    def __init__(self, folder: Path, authority: Authority, ports: tuple[int, int] | None = None) -> None:
+        cert, key = authority.sign("web", "127.0.0.1", "localhost")
+        ports = ports or (free_port(), free_port())
+        listeners = [_WEB_LISTENER.format(number=number, port=port) for number, port in enumerate(ports, 1)]
+        tls = f'[ws.2.tls]\ncertpath = "{cert}"\nkeypath = "{key}"\ncapath = "{authority.ca}"\n'
+        (folder / "web.toml").write_text(_WEB + "".join(listeners) + tls)
+        self.plain = Access(f"ws://127.0.0.1:{ports[0]}/mqtt")
+        self.secure = Access(f"wss://localhost:{ports[1]}/mqtt", ca=str(authority.ca))
+        self._broker = iotcore.Broker(config_path=str(folder / "web.toml")).start()
+
+    def close(self) -> None:
+        self._broker.stop()
+
+
+@pytest.fixture(scope="session")
+def web_broker(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[WebBroker]:
+    broker = WebBroker(tmp_path_factory.mktemp("web"), authority)
+    yield broker
+    broker.close()
+
+
+@pytest.fixture(scope="session")
 def embedded_broker() -> Iterator[EmbeddedBroker]:
     """One embedded broker for all tests that do not stop it."""
     with EmbeddedBroker() as broker:
@@ -106,7 +184,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs mosquitto by the fixtures it uses, and skip it where there is none."""
     missing = find_mosquitto() is None
     for item in items:
-        if {"mosquitto", "start_mosquitto"} & set(getattr(item, "fixturenames", ())):
+        if {"mosquitto", "mosquitto_tls", "start_mosquitto"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mosquitto)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="mosquitto is not installed"))

@@ -6,9 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.brokers import embedded_broker, mosquitto, pytest_collection_modifyitems, start_mosquitto
+from tests.brokers import (
+    authority,
+    embedded_broker,
+    mosquitto,
+    mosquitto_tls,
+    pytest_collection_modifyitems,
+    start_mosquitto,
+    web_broker,
+)
 
-__all__ = ["embedded_broker", "mosquitto", "pytest_collection_modifyitems", "start_mosquitto"]
+__all__ = [
+    "authority",
+    "embedded_broker",
+    "mosquitto",
+    "mosquitto_tls",
+    "pytest_collection_modifyitems",
+    "start_mosquitto",
+    "web_broker",
+]
 
 
 @pytest.fixture

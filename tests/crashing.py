@@ -14,8 +14,9 @@ from edgesplit.coordinator import Effect, NodeChanged
 from edgesplit.protocol import Send
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
-from tests.virtual import Case, Disk, Fleet, IntEngine, Node, unwrap, wrap
+from tests.virtual import Case, Fleet, IntEngine, Node, unwrap, wrap
 from tests.virtual import initial as weight_at_start
+from tests.virtual.fleet import Disk
 
 
 @dataclass

@@ -476,6 +476,44 @@ def test_doctor_says_that_a_broker_is_not_there(run: Run) -> None:
     assert any(line.startswith("FAIL  broker") for line in text.out.splitlines())
 
 
+@pytest.mark.parametrize("option", [["--run", "x"], ["--node", "x"], ["--topic-prefix", "x"], ["--clear-stale"]])
+def test_doctor_refuses_options_that_would_have_no_effect(run: Run, option: list[str]) -> None:
+    done = run("doctor", *option)
+    assert done.status == 2
+    assert "need --broker" in done.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--ca", "ca.pem"), "need --broker"),
+        (
+            ("--broker", "mqtt://h", "--ca", "ca.pem"),
+            "error: ca has no effect over mqtt://: use mqtts://, or remove it",
+        ),
+        (("--broker", "mqtt://h", "--client-id", "{nod}"), "error: client id '{nod}': {nod} is none of"),
+    ],
+)
+def test_options_of_a_broker_that_are_wrong(run: Run, arguments: tuple[str, ...], line: str) -> None:
+    done = run("doctor", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert line in done.err
+
+
+def test_a_node_whose_files_are_wrong_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    secret = "mqtts://pi:secret@127.0.0.1"
+    for command in (("node", "pi", "--broker", secret), ("run", "x.yaml", "--broker", secret)):
+        (tmp_path / "x.yaml").write_text("task: task.py:x\ntopology: home.yaml\n")
+        done = run(*command)
+        assert done.status == 2
+        assert "EDGESPLIT_PASSWORD_FILE" in done.err
+        assert "secret" not in done.err
+    done = run("node", "pi", "--broker", "mqtt://127.0.0.1:1", "--run", "r", "--key-file", "gone")
+    assert (done.status, done.err) == (2, "error: cannot read the key file 'gone': No such file or directory\n")
+    done = run("node", "pi", "--broker", "mqtts://127.0.0.1:1", "--run", "r", "--ca", "gone.pem")
+    assert (done.status, done.err) == (2, "error: --ca: cannot read 'gone.pem': No such file or directory\n")
+
+
 # --- output ---------------------------------------------------------------------------------------------------------
 
 

@@ -100,9 +100,21 @@ def test_loss_scale(tmp_path: Path, value: str, scale: float | str) -> None:
     assert load(tmp_path, LEAST + f"loss_scale: {value}").loss_scale == scale
 
 
-@pytest.mark.parametrize("url", ["embedded", "mqtt://localhost", "mqtts://user@host.example:8883"])
+@pytest.mark.parametrize("url", ["embedded", "mqtt://localhost", "mqtts://user@host.example:8883", "wss://host/mq"])
 def test_brokers(tmp_path: Path, url: str) -> None:
-    assert load(tmp_path, LEAST, f"broker={url}").broker == url
+    assert load(tmp_path, LEAST, f"broker={url}").broker.url == url
+
+
+def test_a_broker_with_what_is_needed_to_get_in(tmp_path: Path) -> None:
+    text = LEAST + "broker: {url: mqtts://pi@host, ca: ca.pem, cert: me.pem, key: /keys/me.key, topic_prefix: site/a}"
+    found = load(tmp_path, text).broker
+    access = found.access(found.url, tmp_path)
+    assert (access.ca, access.cert) == (str(tmp_path / "ca.pem"), str(tmp_path / "me.pem"))
+    assert (access.cert_key, access.prefix, access.mqtt) == ("/keys/me.key", "site/a", None)
+    assert load(tmp_path, LEAST + "broker: mqtts://host", "broker.ca=ca.pem").broker.ca == "ca.pem"
+    other = load(tmp_path, text, 'broker.url="mqtts://other"').broker
+    assert (other.url, other.ca) == ("mqtts://other", "ca.pem")
+    assert load(tmp_path, text, "broker=embedded").broker.ca is None
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -229,19 +241,35 @@ WRONG = [
     ),
     ("on_node_lost: stopp", "on_node_lost is 'stopp', must be stop, continue or wait=60s (did you mean 'stop'?)"),
     (
-        "on_node_lost: continue",
-        "on_node_lost: continue is not supported yet in this version: use stop or wait=60s",
+        "broker: embeded",
+        "broker is 'embeded', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port] (did you mean 'embedded'?)",
     ),
     (
-        "broker: embeded",
-        "broker is 'embeded', must be embedded or mqtt[s]://[user@]host[:port] (did you mean 'embedded'?)",
+        "broker: http://u:secret@h",
+        "broker is 'http://u:...@h', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port]",
     ),
-    ("broker: http://u:secret@h", "broker is 'http://u:...@h', must be embedded or mqtt[s]://[user@]host[:port]"),
-    ("broker: mqtt://h:99999", "broker is 'mqtt://h:99999', must be embedded or mqtt[s]://[user@]host[:port]"),
+    (
+        "broker: mqtt://h:99999",
+        "broker is 'mqtt://h:99999', must be embedded or mqtt[s]:// or ws[s]://[user@]host[:port]",
+    ),
     (
         "broker: mqtt://u:secret@h",
         "broker: holds a password: put it into a file and name that in EDGESPLIT_PASSWORD_FILE",
     ),
+    ("broker: {url: mqtt://h, ca: ca.pem}", "broker: ca has no effect over mqtt://: use mqtts://, or remove it"),
+    ("broker: {ca: ca.pem}", "broker: ca, cert and key have no effect with the embedded broker: remove them"),
+    ("broker: {cs: ca.pem}", "broker.cs: unknown key"),
+    ("broker: {mqtt: 5}", "broker.mqtt is 5, must be '5' or '3.1.1' (did you mean '5'?)"),
+    ("broker: {topic_prefix: a//b}", "broker: topic prefix 'a//b': each level must be 1 to 64 of A-Z a-z 0-9 . _ -"),
+    (
+        "broker: {client_id: '{nod}'}",
+        "broker: client id '{nod}': {nod} is none of {prefix}, {run}, {node}, {boot} (did you mean 'node'?)",
+    ),
+    (
+        "broker: {url: 'mqtt://u:secret@h'}",
+        "broker.url: holds a password: put it into a file and name that in EDGESPLIT_PASSWORD_FILE",
+    ),
+    ("security: {key: yes}", "security.key is True, must be 'required' or 'optional'"),
     ("dtype: float16", "dtype is 'float16', must be 'float32' or 'float64' (did you mean 'float64'?)"),
     ("timeouts: {join_s: 0}", "timeouts.join_s is 0, must be above 0.0"),
 ]

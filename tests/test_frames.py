@@ -20,10 +20,12 @@ from edgesplit.codecs import CODECS, Packed, pack, unpack
 from edgesplit.errors import FrameError
 from edgesplit.transport import frames
 from edgesplit.transport.base import Message
-from edgesplit.transport.frames import Flag, Limits
+from edgesplit.transport.frames import Flag, Limits, Proof
+from edgesplit.transport.key import Key
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RUN = frames.run_hash("run-1")
+KEY = Key(bytes(range(32)))
 
 
 def body_of(message: Message) -> memoryview:
@@ -156,8 +158,8 @@ def resealed(data: bytearray) -> bytes:
     [
         (0, b"xx", "begins"),
         (2, b"\x02", "version 2"),
-        (3, b"\x40", "flags"),
-        (3, b"\xff", "flags"),
+        (3, b"\x80", "covered by no MAC"),
+        (3, b"\x41", "damaged"),  # the last 16 bytes are its payload, not a MAC
         (4, b"\xff", "header"),
         (4, b"\x00", "name"),
         (8, b"12345678", "another run"),
@@ -218,6 +220,7 @@ def test_changed_bytes(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, 95))
     chunk[at : at + 4] = data.draw(st.binary(min_size=4, max_size=4))
     only_frame_errors(lambda: frames.parse(resealed(chunk), RUN))
+    only_frame_errors(lambda: frames.parse(resealed(chunk), RUN, key=KEY))
 
 
 def raw_body(
@@ -306,6 +309,16 @@ def golden_chunks() -> dict[str, bytes]:
     chunks["hello"] = bytes(frames.seal(hello, Flag.HELLO, RUN, "pi-1", 0x1122334455667788, 0, 1))
     chunks["welcome"] = bytes(frames.seal(hello, Flag.WELCOME, RUN, "pi-1", 5, 6, 0, 1, (1 << 20, 64)))
     chunks["ack"] = bytes(frames.seal(hello, Flag.ACK | Flag.RESYNC, RUN, "pi-1", 5, 6, 0, 17, (1 << 20, 64), 2))
+    for name in ("act-raw", "commit"):
+        message, whole = golden_messages()[name], name == "commit"
+        for number, chunk in enumerate(
+            frames.split(frames.encode(message), 256, message.sender, signed=True, whole=whole), 9
+        ):
+            data = frames.seal(chunk, Flag.DATA, RUN, message.sender, 5, 99, number, key=KEY)
+            chunks[f"{name}-signed.{chunk.part}"] = bytes(data)
+    bare = frames.empty_chunk("pi-1", signed=True)
+    chunks["hello-signed"] = bytes(frames.seal(bare, Flag.HELLO, RUN, "pi-1", 5, 0, 1, key=KEY))
+    chunks["denied-signed"] = bytes(frames.seal(bare, Flag.WELCOME, RUN, "pi-1", 5, 6, 0, 1, (0, 0), key=KEY))
     return chunks
 
 
@@ -317,8 +330,10 @@ def test_the_golden_vectors_are_complete() -> None:
 def test_version_1_writes_and_reads_the_golden_vectors(name: str) -> None:
     data = (GOLDEN / f"{name}.bin").read_bytes()
     assert golden_chunks()[name] == data
-    frame = frames.parse(data, RUN)
+    frame = frames.parse(data, RUN, key=KEY)
     assert frame.sender in ("pi-1", "coordinator")
+    signed = Proof.WHOLE if name.startswith("commit") else Proof.HEAD
+    assert frame.proof == (signed if "signed" in name else Proof.NONE)
 
 
 @pytest.mark.parametrize("name", list(golden_messages()))

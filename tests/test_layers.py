@@ -23,13 +23,14 @@ LAYERS = [
     {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
-        "transport.base", "transport.frames", "segments.base", "segments.random",
+        "transport.base", "transport.frames", "transport.address", "transport.access",
+        "transport.key", "segments.base", "segments.random",
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "emulation", "transport", "segments.masks", "sharing",
+        "replanning", "emulation", "transport", "segments.masks", "sharing",
     },
-    {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
@@ -56,7 +57,14 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.mqtt", "transport.lobby"},
+    "paho": {
+        "transport.client",
+        "transport.quick",
+        "transport.mqtt",
+        "transport.lobby",
+        "transport.caller",
+        "bench.raw",
+    },
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -23,17 +24,24 @@ def register(app: typer.Typer) -> None:
         """Measured against simulated under emulation, and against torch.distributed.pipelining."""
         from edgesplit.bench.pipeline import measure
 
-        _show(measure(), json_)
+        _print(measure(), json_)
 
     @bench.command("faults")
     def faults_command(json_: Json = False) -> None:
         """Nodes that share work, one of them gone, and what keeping state costs."""
         from edgesplit.bench.faults import measure
 
-        _show(measure(), json_)
+        _print(measure(), json_)
+
+    @bench.command("transport")
+    def transport_command(json_: Json = False) -> None:
+        """Our transport against raw paho, over mosquitto and the embedded broker."""
+        from edgesplit.bench.transport import measure
+
+        _print(measure(), json_)
 
 
-def _show(found: dict[str, Any], json_: bool) -> None:
+def _print(found: Mapping[str, Any], json_: bool) -> None:
     if json_:
         show_json(found)
     else:

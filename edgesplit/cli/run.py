@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from edgesplit.cli.access import URL, Ca, Cert, CertKey, ClientId, Mqtt, TopicPrefix, said
 from edgesplit.cli.output import Json, Refused, mark_started, say, show, show_json, show_table
 
 
@@ -19,9 +20,13 @@ def register(app: typer.Typer) -> None:
         overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example pipeline.micros=4")] = None,
         name: Annotated[str | None, typer.Option(help="The run's name: unique on its broker.")] = None,
         out: Annotated[Path | None, typer.Option(help="The run's folder (default: runs/NAME).")] = None,
-        broker: Annotated[
-            str | None, typer.Option(help="mqtt://[user@]host[:port]; nodes join from elsewhere.")
-        ] = None,
+        broker: Annotated[str | None, typer.Option(metavar="URL", help=f"{URL}; nodes join from elsewhere.")] = None,
+        ca: Ca = None,
+        cert: Cert = None,
+        cert_key: CertKey = None,
+        topic_prefix: TopicPrefix = None,
+        client_id: ClientId = None,
+        mqtt: Mqtt = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Prove, plan and simulate; start nothing.")] = False,
         verify: Annotated[bool, typer.Option("--verify", help="First compare two steps with one process.")] = False,
         deterministic: Annotated[
@@ -32,17 +37,17 @@ def register(app: typer.Typer) -> None:
         json_: Json = False,
     ) -> None:
         """Train an experiment: start the broker and the nodes, train, evaluate, checkpoint."""
-        _read(experiment, overrides or [])
+        overrides = [*(overrides or []), *said(broker, ca, cert, cert_key, topic_prefix, client_id, mqtt)]
+        _read(experiment, overrides)
         from edgesplit.launch import Launch, run
 
         if log_format not in {"auto", "plain", "json"}:
             raise typer.BadParameter(f"--log-format is {log_format!r}: auto, plain or json")
         launch = Launch(
             experiment=experiment,
-            overrides=overrides or [],
+            overrides=overrides,
             name=name,
             out=out,
-            broker=broker,
             resume=resume,
             deterministic=deterministic,
             style=log_format,

@@ -1,12 +1,10 @@
-"""``edgesplit methods``, ``schema`` and ``doctor``."""
+"""``edgesplit methods`` and ``schema``."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from edgesplit.cli.output import Json, Refused, show, show_json, show_table
+from edgesplit.cli.output import Json, show, show_json, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -41,22 +39,6 @@ def register(app: typer.Typer) -> None:
         from edgesplit.experiment import schema
 
         show_json(schema())
-
-    @app.command("doctor")
-    def doctor_command(
-        broker: Annotated[str | None, typer.Option(help="Also look at this broker.")] = None, json_: Json = False
-    ) -> None:
-        """Say what is installed and whether a broker does what it must."""
-        from edgesplit.doctor import examine
-
-        findings = examine(broker)
-        if json_:
-            show_json({"ok": all(f.ok for f in findings), "findings": [f._asdict() for f in findings]})
-        else:
-            for finding in findings:
-                show(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:18} {finding.text}")
-        if not all(finding.ok for finding in findings):
-            raise Refused(2)
 
 
 def _strategies() -> tuple[list[str], dict[str, str]]:

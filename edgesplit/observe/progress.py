@@ -22,6 +22,8 @@ _SAID = {
     "back": "is back",
     "returned": "was started again",
     "recovered": "has recovered, and the fleet goes on",
+    "left": "is left out of this round",
+    "waits": "is there again",
     "forgetful": "could not come back after a crash",
 }
 

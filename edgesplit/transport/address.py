@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -54,7 +55,8 @@ def parse_url(url: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise TransportError(f"broker url {url!r}: {error}") from None
+        shown = re.sub(r":[^/@]*@", ":...@", url)  # a password is not repeated
+        raise TransportError(f"broker url {shown!r}: {error}") from None
     if parts.password is not None:
         # The url itself is not repeated: messages end up in logs.
         raise TransportError(

@@ -14,6 +14,9 @@ from edgesplit.errors import TransportTimeout
 DATA_KINDS = frozenset({"act", "grad", "target"})
 """What travels along a route. Every other kind is control."""
 
+LOCAL_KINDS = frozenset({"status", "refused"})
+"""What a transport itself tells; never taken from the network."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -57,7 +60,8 @@ class Inbox:
     """Messages for one node in the order of arrival; blocking, thread-safe.
 
     A change in another node's liveness is a message too: ``kind="status"``, ``sender`` the node it is about,
-    ``meta["state"]`` ``"online"`` or ``"offline"`` with ``meta["reason"]``. A transport that cannot go on
+    ``meta["state"]`` ``"online"`` or ``"offline"`` with ``meta["reason"]``. ``kind="refused"`` tells that ``sender``
+    and this node do not believe each other, and ``meta["reason"]`` why. A transport that cannot go on
     calls :meth:`fail`; the next :meth:`get` raises that error.
     """
 
@@ -127,8 +131,8 @@ class Transport(Protocol):
         """Wait until everything sent has been acknowledged. Raises TransportTimeout naming who has not."""
         ...
 
-    def traffic(self) -> Mapping[str, int]:
-        """Payload bytes sent so far, by receiver."""
+    def traffic(self, node: str) -> Mapping[str, int]:
+        """Payload bytes that ``node`` (one of this transport's) has sent so far, by receiver."""
         ...
 
     def close(self) -> None:

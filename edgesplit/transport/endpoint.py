@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 from edgesplit.errors import FrameError, TransportError
 from edgesplit.transport import frames, reliable
-from edgesplit.transport.base import Message
+from edgesplit.transport.base import DATA_KINDS, Message
 from edgesplit.transport.bundle import bundle, unbundle
 from edgesplit.transport.frames import LIMITS, Bytes, Chunk, Frame, Limits
+from edgesplit.transport.guard import DENIED, Guard
+from edgesplit.transport.key import Key
 from edgesplit.transport.presence import CLOSED, Presence, Status
-from edgesplit.transport.reliable import Publish, Reached, Rejected, Reliable, Settings
+from edgesplit.transport.reliable import Denied, Publish, Reached, Rejected, Reliable, Settings
 
 LOOK_S, LOOK_MOST_S = 0.1, 0.5
 """Between two looks at who has gone silent: at least, and at most."""
@@ -40,11 +42,15 @@ Effect = Publish | Announce | Deliver | Reached
 
 
 class Outgoing(NamedTuple):
-    """A message (or several in a bundle) ready to be cut: its kind, the segments of its body, their bytes."""
+    """A message (or several in a bundle) ready to be cut: its kind, the segments of its body, their bytes.
+
+    ``bulk``: it commands nothing, so a MAC need not cover it.
+    """
 
     kind: str
     segments: Sequence[Bytes]
     size: int
+    bulk: bool
 
 
 class Endpoint:
@@ -58,6 +64,8 @@ class Endpoint:
         boot: a number that no other life of this node has, 1 to 2^63.
         heartbeat: seconds between refreshes of the status.
         grace, silence: see :class:`Presence`.
+        key: the run's: what is sent is signed with it.
+        key_required: believe nothing that is not signed with it; otherwise nothing of those that have signed before.
 
     Attributes:
         rejected: packets and messages from the network that were dropped because they are none.
@@ -74,11 +82,14 @@ class Endpoint:
         silence: float = 30.0,
         settings: Settings | None = None,
         limits: Limits = LIMITS,
+        key: Key | None = None,
+        key_required: bool = True,
     ) -> None:
         self.node, self.boot, self.rejected = node, boot, 0
         self.run_hash = frames.run_hash(run)
         self._limits, self._heartbeat = limits, heartbeat
-        self._link = Reliable(run, node, boot, settings)
+        self._link = Reliable(run, node, boot, settings, key)
+        self._guard = Guard(key, required=key_required)
         self._presence = Presence(grace, silence)
         self._traffic: defaultdict[str, int] = defaultdict(int)
         self._beat_at = self._look_at = 0.0
@@ -98,12 +109,20 @@ class Endpoint:
         if not frames.valid_name(node):
             raise TransportError(f"node name {node!r} must be 1 to 64 of A-Z a-z 0-9 . _ -")
         segments = frames.encode(message, self._limits)
-        return Outgoing(message.kind, segments, sum(len(segment) for segment in segments))
+        bulk = all(each.kind in DATA_KINDS for each in messages)
+        return Outgoing(message.kind, segments, sum(len(segment) for segment in segments), bulk)
 
     def cut(self, node: str, outgoing: Outgoing, chunk_size: int) -> Iterator[Chunk]:
         """Yield chunks, each to be sent before the next is asked for: the first flies while the last is cut."""
-        yield from frames.split(outgoing.segments, chunk_size, self.node, self._link.free)
+        yield from frames.split(
+            outgoing.segments, chunk_size, self.node, self._link.free, signed=self.signs, whole=not outgoing.bulk
+        )
         self._traffic[node] += outgoing.size
+
+    @property
+    def signs(self) -> bool:
+        """Whether this node holds the run's key."""
+        return self._guard.key is not None
 
     def send(self, node: str, chunk: Chunk, now: float) -> Sequence[Effect]:
         """Queue a chunk for another node; what the window allows goes out at once."""
@@ -127,7 +146,7 @@ class Endpoint:
             FrameError: it is none; it has been counted.
         """
         try:
-            return frames.parse(data, self.run_hash, self._limits)
+            return frames.parse(data, self.run_hash, self._limits, self._guard.key)
         except FrameError:
             self.rejected += 1
             raise
@@ -136,11 +155,16 @@ class Endpoint:
         """Take what :meth:`parse` made of a packet."""
         if frame.sender == self.node:
             return []
+        if not self._guard.admits(frame):
+            self.rejected += 1
+            return [*_published(self._link.deny(frame, now)), *_delivered(self._guard.refused(frame, now))]
         self._presence.seen(frame.sender, now)
         effects: list[Effect] = []
         for effect in self._link.received(frame, now):
             if isinstance(effect, reliable.Deliver):
-                effects += self._opened(effect.sender, effect.body)
+                effects += self._opened(effect)
+            elif isinstance(effect, Denied):
+                effects += _delivered(self._guard.tell(effect.peer, DENIED))
             elif isinstance(effect, Rejected):
                 self.rejected += 1
             else:
@@ -221,13 +245,16 @@ class Endpoint:
 
     # Inside
 
-    def _opened(self, sender: str, body: memoryview) -> list[Effect]:
+    def _opened(self, arrived: reliable.Deliver) -> Sequence[Effect]:
         """One that is malformed must not take along those that arrived with it."""
         try:
-            return [Deliver(part) for part in unbundle(frames.decode(body, sender, self._limits))]
+            parts = unbundle(frames.decode(arrived.body, arrived.sender, self._limits))
         except FrameError:
             self.rejected += 1
             return []
+        believed = [Deliver(part) for part in parts if self._guard.believes(part, whole=arrived.proven)]
+        self.rejected += len(parts) - len(believed)
+        return believed
 
     def _report(self, statuses: Iterable[Message], now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -238,6 +265,10 @@ class Endpoint:
                 self._link.offline(status.sender)
             effects.append(Deliver(status))
         return effects
+
+
+def _delivered(message: Message | None) -> list[Effect]:
+    return [] if message is None else [Deliver(message)]
 
 
 def _published(effects: list[reliable.Effect]) -> list[Publish]:

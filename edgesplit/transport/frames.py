@@ -12,11 +12,14 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from edgesplit.codecs import MAX_DIMS, Packed, encoded_size
 from edgesplit.errors import CodecError, FrameError
 from edgesplit.transport.base import Message
+from edgesplit.transport.key import MAC_BYTES, Key, digest_of
 
 try:
     from zlib_ng.zlib_ng import crc32  # a tenth of the time, and every byte passes it twice
@@ -28,6 +31,9 @@ VERSION = 1
 ALIGN = 64
 """Arrays begin at multiples of this in a body, so that they can be used where they lie."""
 
+KNOWN_TABLE = 4096
+"""Bytes of the longest table of arrays that is remembered."""
+
 Bytes = bytes | bytearray | memoryview
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -35,10 +41,11 @@ _HEADER = struct.Struct("!2sBBB3x8sQQQQQIIIIHxxI")
 _CRC_AT = _HEADER.size - 4
 _BODY = struct.Struct("!BxHiiqqqdddII")
 _ENTRY = struct.Struct("!HBBB")
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 class Flag:
-    """Bits that say what a chunk is for; any other is refused. 64 is reserved for a MAC in the last 16 bytes."""
+    """Bits that say what a chunk is for."""
 
     DATA = 1
     """Carries a numbered piece of a message."""
@@ -52,7 +59,25 @@ class Flag:
     """The sender was away: whatever was in flight to it may be lost."""
     PROBE = 32
     """A node's test of its own topic."""
-    KNOWN = 63
+    MAC = 64
+    """The last 16 bytes authenticate the header."""
+    WHOLE = 128
+    """They authenticate the payload too."""
+
+
+class Proof(IntEnum):
+    """What is known of who sent a chunk."""
+
+    NONE = 0
+    """It carries no MAC."""
+    UNCHECKED = 1
+    """It carries one, and this node has no key."""
+    WRONG = 2
+    """Its MAC is not made with this node's key."""
+    HEAD = 3
+    """Its header is as a holder of the key has sent it."""
+    WHOLE = 4
+    """All of it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +116,7 @@ class Frame(NamedTuple):
         gap: how many chunks after ``ack`` are missing although later ones came; 0: no hole is known.
         part, parts: this is piece ``part`` of ``parts`` of a message of ``total`` bytes.
         payload: that piece.
+        proof: whether it comes from a holder of the run's key.
     """
 
     flags: int
@@ -106,16 +132,22 @@ class Frame(NamedTuple):
     parts: int
     total: int
     payload: memoryview
+    proof: Proof
 
 
 class Chunk(NamedTuple):
-    """A piece of a message to be sent: room for the header, then the payload, whose checksum is ``crc``."""
+    """A piece of a message to be sent: room for the header, then the payload, whose checksum is ``crc``.
+
+    ``digest`` is None without a MAC; else there is room for one at the end, and it covers the header and what has this
+    digest: nothing, or the payload.
+    """
 
     data: bytearray
     crc: int
     part: int
     parts: int
     total: int
+    digest: bytes | None = None
 
 
 def valid_name(name: str) -> bool:
@@ -134,25 +166,35 @@ def header_size(sender: str) -> int:
 
 
 def split(
-    segments: Sequence[Bytes], chunk_size: int, sender: str, free: list[bytearray] | None = None
+    segments: Sequence[Bytes],
+    chunk_size: int,
+    sender: str,
+    free: list[bytearray] | None = None,
+    *,
+    signed: bool = False,
+    whole: bool = False,
 ) -> Iterator[Chunk]:
     """Cut a body into chunks of at most ``chunk_size`` bytes, headers included. This is the one copy of the data.
 
     Args:
         free: memory of that size from chunks that are no longer needed; taken from its end.
+        signed: leave room for a MAC.
+        whole: it is to cover the payload too.
 
     Raises:
         FrameError: the limit leaves no room for a payload.
     """
-    head = header_size(sender)
-    room = chunk_size - head
+    head, tail = header_size(sender), MAC_BYTES if signed else 0
+    room = chunk_size - head - tail
     if room < 1:
         raise FrameError(f"chunks of {chunk_size} bytes have no room beside the header's {head}: allow larger packets")
+    return _chunks(segments, head, room, tail, free if free is not None else [], whole=whole)
+
+
+def _chunks(
+    segments: Sequence[Bytes], head: int, room: int, tail: int, free: list[bytearray], *, whole: bool
+) -> Iterator[Chunk]:
     total = sum(len(segment) for segment in segments)
-    return _chunks(segments, head, room, total, free if free is not None else [])
-
-
-def _chunks(segments: Sequence[Bytes], head: int, room: int, total: int, free: list[bytearray]) -> Iterator[Chunk]:
     parts = max(-(-total // room), 1)
     for part, pieces in enumerate(_cut(segments, room)):
         if free and part < parts - 1:
@@ -161,13 +203,16 @@ def _chunks(segments: Sequence[Bytes], head: int, room: int, total: int, free: l
                 data[at : at + len(piece)] = piece
                 at += len(piece)
         else:
-            data = bytearray().join((bytes(head), *pieces))
-        yield Chunk(data, crc32(memoryview(data)[head:]), part, parts, total)
+            data = bytearray().join((bytes(head), *pieces, bytes(tail)))
+        payload = memoryview(data)[head : len(data) - tail]
+        digest = (digest_of(payload) if whole else b"") if tail else None
+        yield Chunk(data, crc32(payload), part, parts, total, digest)
 
 
-def empty_chunk(sender: str) -> Chunk:
+def empty_chunk(sender: str, *, signed: bool = False) -> Chunk:
     """Return a chunk without a payload, for hellos and acknowledgements."""
-    return Chunk(bytearray(header_size(sender)), 0, 0, 1, 0)
+    data = bytearray(header_size(sender) + (MAC_BYTES if signed else 0))
+    return Chunk(data, 0, 0, 1, 0, b"" if signed else None)
 
 
 def seal(
@@ -181,20 +226,29 @@ def seal(
     ack: int = 0,
     window: tuple[int, int] = (0, 0),
     gap: int = 0,
+    key: Key | None = None,
 ) -> bytearray:
-    """Write the header into the chunk's room and return its bytes; repeated when the chunk is sent again."""
+    """Write the header into the chunk's room and return its bytes; repeated when the chunk is sent again.
+
+    Args:
+        key: signs a chunk that has room for a MAC.
+    """
     data, name, head = chunk.data, sender.encode("ascii"), header_size(sender)
+    if chunk.digest is not None:
+        flags |= Flag.MAC | Flag.WHOLE if chunk.digest else Flag.MAC
     _HEADER.pack_into(
         data, 0, MAGIC, VERSION, flags, len(name), run, boot, to_boot, seq, ack, chunk.total,
         window[0], gap, chunk.part, chunk.parts, window[1], 0,
     )  # fmt: skip
     data[_HEADER.size : head] = name.ljust(head - _HEADER.size, b"\0")
     struct.pack_into("!I", data, _CRC_AT, _checksum(data, head, chunk.crc))
+    if chunk.digest is not None and key is not None:
+        data[-MAC_BYTES:] = key.mac(memoryview(data)[:head], chunk.digest)
     return data
 
 
-def parse(data: Bytes, run: bytes, limits: Limits = LIMITS) -> Frame:
-    """Check a chunk's header and checksum; the payload is a view of ``data``.
+def parse(data: Bytes, run: bytes, limits: Limits = LIMITS, key: Key | None = None) -> Frame:
+    """Check a chunk's header and checksum, and its MAC with ``key``; the payload is a view of ``data``.
 
     Raises:
         FrameError: it is not a chunk of this version and run, or it is damaged or beyond the limits.
@@ -209,23 +263,36 @@ def parse(data: Bytes, run: bytes, limits: Limits = LIMITS) -> Frame:
         raise FrameError(f"packet begins {magic!r} version {version}: expected {MAGIC!r} version {VERSION}")
     if of_run != run:
         raise FrameError("chunk belongs to another run")
-    if flags & ~Flag.KNOWN:
-        raise FrameError(f"chunk has flags {flags:#x}, which version {VERSION} does not know")
+    if flags & Flag.WHOLE and not flags & Flag.MAC:
+        raise FrameError(f"chunk has flags {flags:#x}: a payload is covered by no MAC")
     head = -(-(_HEADER.size + name_length) // 16) * 16
-    if head > len(data):
+    end = len(data) - (MAC_BYTES if flags & Flag.MAC else 0)
+    if head > end:
         raise FrameError(f"chunk of {len(data)} bytes is shorter than its header of {head}")
     view = memoryview(data)
-    if crc != _checksum(view, head, crc32(view[head:])):
+    payload = view[head:end]
+    if crc != _checksum(view, head, crc32(payload)):
         raise FrameError("chunk is damaged: its checksum differs")
     sender = bytes(view[_HEADER.size : _HEADER.size + name_length]).decode("ascii", "replace")
     if not valid_name(sender):
         raise FrameError(f"chunk's sender {sender!r} is not a node's name")
     if flags & Flag.DATA:
-        _check_piece(seq, part, parts, total, len(data) - head, limits)
+        _check_piece(seq, part, parts, total, end - head, limits)
     return Frame(
         flags, sender, boot, to_boot, seq, ack, window_bytes, window_frames, gap, part, parts, total,
-        view[head:].toreadonly(),
+        payload.toreadonly(), _proof(view, flags, head, end, key),
     )  # fmt: skip
+
+
+def _proof(view: memoryview, flags: int, head: int, end: int, key: Key | None) -> Proof:
+    if not flags & Flag.MAC:
+        return Proof.NONE
+    if key is None:
+        return Proof.UNCHECKED
+    whole = flags & Flag.WHOLE
+    if not key.fits(view[end:], view[:head], digest_of(view[head:end]) if whole else b""):
+        return Proof.WRONG
+    return Proof.WHOLE if whole else Proof.HEAD
 
 
 def encode(message: Message, limits: Limits = LIMITS) -> list[Bytes]:
@@ -326,7 +393,7 @@ def _meta_to_json(message: Message, limits: Limits) -> bytes:
     if not 1 <= len(message.kind) <= 32 or not message.kind.isascii():
         raise FrameError(f"kind {message.kind!r} is not 1 to 32 ascii characters")
     try:
-        meta = json.dumps(dict(message.meta), separators=(",", ":"), ensure_ascii=False).encode()
+        meta = _JSON.encode(dict(message.meta)).encode() if message.meta else b"{}"
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"meta of {message.kind!r} message is not JSON: {error}") from None
     if len(meta) > limits.meta:
@@ -335,8 +402,11 @@ def _meta_to_json(message: Message, limits: Limits) -> bytes:
 
 
 def _meta_from_json(data: memoryview) -> Mapping[str, Any]:
+    text = bytes(data)
+    if text == b"{}":  # as in most messages of a step
+        return {}
     try:
-        meta = json.loads(bytes(data))
+        meta = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"meta is not JSON: {error}") from None
     if not isinstance(meta, dict):
@@ -345,35 +415,61 @@ def _meta_from_json(data: memoryview) -> Mapping[str, Any]:
 
 
 def _entry(name: str, packed: Packed, limits: Limits) -> bytes:
-    encoded = name.encode()
+    entry, size = _entry_of(name, packed.codec, packed.dtype, packed.shape)
+    if len(packed.data) != size or len(name.encode()) > limits.name:
+        raise FrameError(f"array {name!r} has {len(packed.data)} bytes of data, its shape needs {size}")
+    return entry
+
+
+@lru_cache(maxsize=1024)
+def _entry_of(name: str, codec: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, int]:
+    """The same arrays travel in every step."""
     try:
-        size = encoded_size(packed.codec, packed.dtype, packed.shape)
+        size = encoded_size(codec, dtype, shape)
     except CodecError as error:
         raise FrameError(f"array {name!r}: {error}") from None
-    if len(packed.data) != size or len(encoded) > limits.name:
-        raise FrameError(f"array {name!r} has {len(packed.data)} bytes of data, its shape needs {size}")
-    codec, dtype = packed.codec.encode(), packed.dtype.encode()
-    entry = _ENTRY.pack(len(encoded), len(codec), len(dtype), len(packed.shape))
-    return b"".join((entry, encoded, codec, dtype, struct.pack(f"!{len(packed.shape) + 1}Q", *packed.shape, size)))
+    words = [word.encode() for word in (name, codec, dtype)]
+    entry = _ENTRY.pack(*map(len, words), len(shape))
+    return b"".join((entry, *words, struct.pack(f"!{len(shape) + 1}Q", *shape, size))), size
 
 
 def _arrays(body: memoryview, table: memoryview, count: int, position: int, limits: Limits) -> dict[str, Packed]:
     arrays: dict[str, Packed] = {}
-    at = 0
+    rows = _known_rows if len(table) <= KNOWN_TABLE else _rows
+    for name, codec, dtype, shape, size in rows(bytes(table), count, limits):
+        position += -position % ALIGN
+        if position + size > len(body):
+            raise FrameError(f"array {name!r} of {size} bytes at {position} does not fit")
+        arrays[name] = Packed(codec, dtype, shape, body[position : position + size])
+        position += size
+    if position != len(body):
+        raise FrameError(f"message has {len(body) - position} bytes too many")
+    return arrays
+
+
+Row = tuple[str, str, str, tuple[int, ...], int]
+"""Of an array: its name, codec, dtype and shape, and the bytes that these make."""
+
+
+def _rows(table: bytes, count: int, limits: Limits) -> tuple[Row, ...]:
+    rows: dict[str, Row] = {}
+    view, at = memoryview(table), 0
     for _ in range(count):
-        name, codec, dtype, shape, size, at = _read_entry(table, at, limits)
+        name, codec, dtype, shape, size, at = _read_entry(view, at, limits)
         try:
             expected = encoded_size(codec, dtype, shape)
         except CodecError as error:
             raise FrameError(f"array {name!r}: {error}") from None
-        position += -position % ALIGN
-        if size != expected or position + size > len(body) or name in arrays:
-            raise FrameError(f"array {name!r} of {size} bytes at {position} does not fit, or is there twice")
-        arrays[name] = Packed(codec, dtype, shape, body[position : position + size])
-        position += size
-    if at != len(table) or position != len(body):
-        raise FrameError(f"message has {len(body) - position} bytes too many")
-    return arrays
+        if size != expected or name in rows:
+            raise FrameError(f"array {name!r} of {size} bytes does not fit its shape, or is there twice")
+        rows[name] = (name, codec, dtype, shape, size)
+    if at != len(table):
+        raise FrameError(f"table of arrays has {len(table) - at} bytes too many")
+    return tuple(rows.values())
+
+
+_known_rows = lru_cache(maxsize=256)(_rows)
+"""The same tables come in every step; only good ones are remembered, and only short ones."""
 
 
 def _read_entry(table: memoryview, at: int, limits: Limits) -> tuple[str, str, str, tuple[int, ...], int, int]:

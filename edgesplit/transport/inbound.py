@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgesplit.transport.frames import Frame
+from edgesplit.transport.frames import Frame, Proof
 
 Memory = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Whole(NamedTuple):
+    """A message's body; ``proven``: a holder of the run's key has signed all of it."""
+
+    body: memoryview
+    proven: bool
 
 
 class Spoiled(NamedTuple):
@@ -70,6 +77,7 @@ class Inbound:
         self._body: memoryview | None = None
         self._filled = 0
         self._due = 0  # the part that comes next
+        self._proven = False
 
     @property
     def gap(self) -> int:
@@ -87,9 +95,9 @@ class Inbound:
             self._ahead[frame.seq] = frame
             self._ahead_bytes += len(frame.payload)
 
-    def take(self, frame: Frame) -> list[memoryview | Spoiled]:
+    def take(self, frame: Frame) -> list[Whole | Spoiled]:
         """Take the next chunk and those that waited for it; returns the bodies of the messages they complete."""
-        results: list[memoryview | Spoiled] = []
+        results: list[Whole | Spoiled] = []
         following: Frame | None = frame
         while following is not None:
             self.mark += 1
@@ -103,10 +111,12 @@ class Inbound:
                 self._ahead_bytes -= len(following.payload)
         return results
 
-    def _assemble(self, frame: Frame) -> memoryview | Spoiled | None:
+    def _assemble(self, frame: Frame) -> Whole | Spoiled | None:
         if frame.part == 0:
+            self._proven = True
             self._filled = self._due = 0
-            self._body = frame.payload if frame.parts == 1 else self._bodies.take(frame.total)
+            # Memory of its own either way, in which arrays are aligned.
+            self._body = memoryview(bytes(frame.payload)) if frame.parts == 1 else self._bodies.take(frame.total)
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
         if (
             body is None
@@ -119,7 +129,8 @@ class Inbound:
         if frame.parts > 1:
             body[self._filled : end] = frame.payload
         self._filled, self._due = end, self._due + 1
+        self._proven &= frame.proof == Proof.WHOLE
         if not last:
             return None
         self._body = None
-        return body.toreadonly()
+        return Whole(body.toreadonly(), self._proven)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +15,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import frames
-from edgesplit.transport.address import Address, parse_url, password, unreachable
+from edgesplit.transport.access import VERSIONS, Access
+from edgesplit.transport.address import unreachable
 from edgesplit.transport.base import Inbox, Message
+from edgesplit.transport.client import OLD_BROKER, Client, refusal
 from edgesplit.transport.endpoint import Announce, Deliver, Effect, Endpoint
 from edgesplit.transport.frames import LIMITS, Bytes, Flag, Limits
+from edgesplit.transport.key import Key
+from edgesplit.transport.lives import MOST_PAUSE_S, Lives
 from edgesplit.transport.presence import FRESH, Status
 from edgesplit.transport.pump import Pump
 from edgesplit.transport.reliable import Publish, Settings
@@ -44,9 +45,6 @@ KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
 """How often a broker that hangs up before it has answered is called, and the pause in between."""
 
-VERSIONS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
-_REFUSED = {"Bad user name or password", "Not authorized", "Banned", "Bad authentication method"}
-_OLD_BROKER = "Unsupported protocol version"
 _TAKEN_OVER = "Session taken over"
 
 
@@ -74,16 +72,16 @@ class MqttTransport:
     """One node's connection to the broker of a run.
 
     Args:
-        url: ``mqtt://user@host:port``; the password comes from EDGESPLIT_PASSWORD_FILE or EDGESPLIT_PASSWORD.
+        broker: its url, or the url and how to get in.
         run, node: names, 1 to 64 of ``A-Z a-z 0-9 . _ -``.
-        prefix: first part of the topics.
         connect_timeout: seconds to wait for each answer of the broker.
-        mqtt_version: ``"5"`` or ``"3.1.1"``; None: 5 where the broker speaks it.
         qos: of the frames; they are acknowledged end to end whatever it is.
         max_packet: bytes of a packet that the broker takes, where it takes less than it says.
         heartbeat: seconds between refreshes of the status.
         grace, silence: see :class:`Presence`.
         give_up: seconds without a connection after which the inbox fails.
+        key: the run's: frames are signed with it.
+        key_required: believe nothing that is not signed with it; otherwise nothing of those that have signed before.
         watch: nodes whose status becomes inbox messages; None: all of the run.
 
     Raises:
@@ -93,13 +91,11 @@ class MqttTransport:
 
     def __init__(
         self,
-        url: str,
+        broker: str | Access,
         *,
         run: str,
         node: str,
-        prefix: str = "edgesplit",
         connect_timeout: float = 10.0,
-        mqtt_version: str | None = None,
         qos: int = 0,
         max_packet: int | None = None,
         heartbeat: float = 2.0,
@@ -109,15 +105,18 @@ class MqttTransport:
         watch: Sequence[str] | None = None,
         settings: Settings | None = None,
         limits: Limits = LIMITS,
+        key: Key | None = None,
+        key_required: bool = True,
     ) -> None:
-        for what, name in (("run", run), ("node", node), *(("prefix", part) for part in prefix.split("/"))):
+        for what, name in (("run", run), ("node", node)):
             if not frames.valid_name(name):
                 raise TransportError(f"{what} name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
-        if mqtt_version not in (None, *VERSIONS) or qos not in (0, 1, 2):
-            raise TransportError(f"mqtt version {mqtt_version!r} and qos {qos}: must be 5 or 3.1.1, and 0, 1 or 2")
+        if qos not in (0, 1, 2):
+            raise TransportError(f"qos {qos} must be 0, 1 or 2")
         self.node, self.run = node, run
-        self._address = parse_url(url)
-        self._base, self._qos = f"{prefix}/{run}", qos
+        self._access = broker if isinstance(broker, Access) else Access(broker)
+        self._address = self._access.address
+        self._qos = qos
         self._timeout, self._heartbeat, self._give_up = connect_timeout, heartbeat, give_up
         self._boot = secrets.randbits(63) + 1
         self._sending = threading.Lock()
@@ -132,9 +131,12 @@ class MqttTransport:
             silence=silence,
             settings=settings,
             limits=limits,
+            key=key,
+            key_required=key_required,
         )
         self._inbox = Inbox(node)
         self._reached: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._watch = watch
         self._closing = threading.Event()
         self._closed = False
@@ -143,15 +145,18 @@ class MqttTransport:
         self._answers = _Answers()
         self._probed = 0  # size of the longest chunk that came back
         self._name = _Name()
-        self.version, self._client = self._connect([mqtt_version] if mqtt_version else list(VERSIONS))
+        self._lives = Lives(give_up, shared=self._access.shares_ids)
+        self.version, self._client = self._connect([self._access.mqtt] if self._access.mqtt else list(VERSIONS))
         try:
             self._subscribe_first()
             self.chunk_size = self._fitting_chunk(max_packet)
             self._probe_own_topic()
             self._claim_name()
-        except BaseException:
+        except BaseException as error:
             self._drop(self._client)
             self._pump.close()
+            if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
+                raise self._thrown_out() from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -211,7 +216,11 @@ class MqttTransport:
                 self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
             if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
-                missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in sorted(wanted - self._reached))
+                silent = sorted(wanted - self._reached)
+                for known in silent:
+                    if known in self._refused:
+                        raise TransportTimeout(f"no way from {self.node!r} to {known!r}: {self._refused[known]}")
+                missing = ", ".join(f"{p!r} (topic {self._topic(p)})" for p in silent)
                 raise TransportTimeout(
                     f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
                     f"{self.node!r} publish there?"
@@ -238,7 +247,7 @@ class MqttTransport:
         """Packets that were dropped because they are not what they should be."""
         return self._endpoint.rejected
 
-    def traffic(self) -> Mapping[str, int]:
+    def traffic(self, node: str) -> Mapping[str, int]:
         """Bytes sent so far, by receiver; what is sent again does not count."""
         with self._lock:
             return self._endpoint.traffic()
@@ -266,7 +275,7 @@ class MqttTransport:
 
     # Starting
 
-    def _connect(self, versions: list[str]) -> tuple[str, paho.Client]:
+    def _connect(self, versions: list[str]) -> tuple[str, Client]:
         """Connect in the first of the versions that the broker answers in; one that hangs up is asked again."""
         silent = False
         for attempt in range(CALLS):
@@ -283,40 +292,33 @@ class MqttTransport:
             "is it a broker's port, and the right one for this url?"
         )
 
-    def _call(self, versions: list[str]) -> tuple[str, paho.Client] | None:
+    def _call(self, versions: list[str]) -> tuple[str, Client] | None:
         for version in versions:
             client = self._new_client(version)
             self._pump = Pump(client, direct=not (self._address.tls or self._address.websockets))
             answers = self._answers = _Answers()
             try:
                 client.connect(self._address.host, self._address.port, KEEPALIVE)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, TransportError) as error:
                 self._drop(client)
                 self._pump.close()
-                raise unreachable(self._address, error) from None
+                raise (error if isinstance(error, TransportError) else unreachable(self._address, error)) from None
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and not answers.connack.is_failure:
                 return version, client
             self._drop(client)
             self._pump.close()
-            reason = answers.connack.getName() if answers.connack is not None else _OLD_BROKER
-            if reason != _OLD_BROKER:
+            if answers.connack is None and (trouble := client.trouble(ask=version == versions[-1])) is not None:
+                raise trouble
+            reason = answers.connack.getName() if answers.connack is not None else OLD_BROKER
+            if reason != OLD_BROKER:
                 raise refusal(self._address, reason)
         return None
 
-    def _new_client(self, version: str) -> paho.Client:
-        five = version == "5"
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=f"{self._base.replace('/', '-')}-{self.node}-{self._boot:x}",
-            clean_session=None if five else True,
-            protocol=VERSIONS[version],
-            transport="websockets" if self._address.websockets else "tcp",
-            reconnect_on_failure=False,
-        )
-        client.connect_timeout = self._timeout
+    def _new_client(self, version: str) -> Client:
+        name = self._access.id_of(self.run, self.node, self._boot)
+        client = Client(self._access, name, mqtt=version, timeout=self._timeout)
         client.max_inflight_messages_set(1000)
-        identify(client, self._address)
         client.will_set(
             self._topic(self.node, "status"), self._endpoint.status("offline", time.time()), qos=1, retain=True
         )
@@ -325,7 +327,6 @@ class MqttTransport:
         client.on_subscribe = self._on_subscribe
         client.on_unsubscribe = self._on_unsubscribe
         client.on_message = self._on_message
-        client.on_socket_open = _no_delay
         # Without this paho would write to the socket by itself: see Pump.
         client.on_socket_register_write = _nothing
         return client
@@ -349,7 +350,7 @@ class MqttTransport:
     def _probe_own_topic(self) -> None:
         """Send chunks to oneself, the longest first: a broker may swallow one without a word."""
         head, sizes = frames.header_size(self.node), [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
-        for size in sizes:
+        for size in sizes:  # without a MAC: who else would believe it
             (chunk,) = frames.split([bytes(size - head)], size, self.node)
             data = frames.seal(chunk, Flag.PROBE, self._endpoint.run_hash, self.node, self._boot, self._boot)
             self._client.publish(self._topic(self.node), data, qos=self._qos)
@@ -385,6 +386,7 @@ class MqttTransport:
                 "an access rule of the broker swallows it"
             )
         self._connected = self._open = True
+        self._lives.began(time.monotonic())
 
     def _loop_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
@@ -425,24 +427,40 @@ class MqttTransport:
         if self._answers.lost == _TAKEN_OVER:
             self._inbox.fail(TransportError(f"another client has taken the place of {self.node!r} at the broker"))
             self._closing.wait()  # coming back would throw out the other, which would come back too
-        since, pause = time.monotonic(), 0.05
+        self._lives.ended(time.monotonic())
+        since, pause = time.monotonic(), self._lives.pause
         while not self._connected and not self._closing.wait(pause):
             if time.monotonic() - since > self._give_up and not self._inbox.failed:
                 self._inbox.fail(TransportError(f"no broker at {self._address} for {self._give_up:g} s"))
-            pause = min(2 * pause, 1.0)
+            if self._lives.hopeless(time.monotonic()):
+                self._inbox.fail(self._thrown_out())
+                self._closing.wait()
+            pause = min(2 * pause, MOST_PAUSE_S)
             answers = self._answers = _Answers()
             try:
                 with self._pump.writing:
                     self._client.reconnect()
-            except (OSError, ValueError):
+            except (OSError, ValueError, TransportError):
                 continue
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and answers.connack.is_failure:
                 self._inbox.fail(refusal(self._address, answers.connack.getName()))
             elif answers.connack is not None:
+                self._lives.began(time.monotonic())
                 self._subscribe()
                 if self._loop_until(lambda: self._answers.granted is not None):
                     self._resume(time.monotonic())
+                else:
+                    self._lives.ended(time.monotonic())
+
+    def _thrown_out(self) -> TransportError:
+        name = self._access.id_of(self.run, self.node, self._boot)
+        hint = "is another client using this id? put {boot} into the pattern of client ids, or stop the other"
+        if not self._access.shares_ids:
+            hint = "look at the broker's log: an access rule or a limit may do that"
+        return TransportError(
+            f"the broker at {self._address} lets client {name!r} in and closes the connection at once: {hint}"
+        )
 
     def _resume(self, now: float) -> None:
         with self._lock:
@@ -459,17 +477,20 @@ class MqttTransport:
         return [(self._topic(self.node), self._qos), *((self._topic(name, "status"), 0) for name in watched)]
 
     def _topic(self, node: str, what: str = "in") -> str:
-        return f"{self._base}/{node}/{what}"
+        return self._access.topic(self.run, node, what)
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         """Act on what the endpoint says; with the lock held, so that packets keep their order."""
         for effect in effects:
             if isinstance(effect, Publish):
-                if self._connected:
-                    # With QoS above 0 paho keeps the payload, whose header changes when it is sent again.
-                    data = effect.data if self._qos == 0 else bytes(effect.data)
-                    self._client.publish(self._topic(effect.peer), data, qos=self._qos)
+                if self._connected and self._qos == 0:
+                    self._client.post(self._topic(effect.peer), effect.data)
+                elif self._connected:
+                    # paho keeps the payload, whose header changes when it is sent again.
+                    self._client.publish(self._topic(effect.peer), bytes(effect.data), qos=self._qos)
             elif isinstance(effect, Deliver):
+                if effect.message.kind == "refused":
+                    self._refused[effect.message.sender] = str(effect.message.meta["reason"])
                 self._inbox.put(effect.message)
             elif isinstance(effect, Announce):
                 if self._connected:
@@ -496,10 +517,10 @@ class MqttTransport:
     def _on_unsubscribe(self, _c: paho.Client, _u: Any, _m: int, _codes: list[ReasonCode], _p: Any) -> None:
         self._answers.unsubscribed = True
 
-    def _on_message(self, client: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
+    def _on_message(self, _c: paho.Client, _u: Any, message: paho.MQTTMessage) -> None:
         """Nothing that the network brings may end the thread."""
         try:
-            _quick_ack(client)
+            self._client.quick_ack()
             if message.topic == self._topic(self.node):
                 self._frame(message.payload)
             else:
@@ -514,7 +535,7 @@ class MqttTransport:
         frame = self._endpoint.parse(payload)
         if frame.sender == self.node:
             if frame.flags & Flag.PROBE and frame.boot == self._boot and not self._probed:
-                self._probed = len(frame.payload) + frames.header_size(self.node)
+                self._probed = len(payload)
             return
         if not self._open:
             return
@@ -526,7 +547,7 @@ class MqttTransport:
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
             return  # a cleared status
-        name, status = message.topic.split("/")[-2], self._endpoint.read(message.payload)
+        name, status = message.topic.split("/")[-2], self._endpoint.read(bytes(message.payload))
         if name == self.node:
             self._heard_own(status, message.retain)
         elif frames.valid_name(name):
@@ -552,38 +573,7 @@ class MqttTransport:
                     break
         client.on_connect = client.on_disconnect = client.on_subscribe = None
         client.on_unsubscribe = client.on_message = None
-        client.on_socket_open = client.on_socket_register_write = None
-
-
-def identify(client: paho.Client, address: Address) -> None:
-    """Give a client the user, password, TLS and websocket path of an address."""
-    secret = password()
-    if address.user is not None:
-        client.username_pw_set(address.user, secret)
-    if address.tls:
-        client.tls_set_context(ssl.create_default_context())
-    if address.websockets:
-        client.ws_set_options(path=address.path)
-
-
-def refusal(address: Address, reason: str) -> TransportError:
-    """Return the error for a broker that does not let a client in."""
-    who = f"user {address.user!r}" if address.user else "a node without a user name"
-    hint = ": look at the user in the url and at EDGESPLIT_PASSWORD_FILE" if reason in _REFUSED else ""
-    return TransportError(f"the broker at {address} refuses {who} ({reason}){hint}")
-
-
-def _no_delay(_client: paho.Client, _userdata: Any, sock: Any) -> None:
-    """Small frames must not wait for a full packet."""
-    if isinstance(sock, socket.socket) and sock.family != getattr(socket, "AF_UNIX", None):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _quick_ack(client: paho.Client) -> None:
-    """A broker with Nagle on waits for TCP's acknowledgement, and Linux delays that unless told so each time."""
-    sock = client.socket()
-    if isinstance(sock, socket.socket) and hasattr(socket, "TCP_QUICKACK"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        client.on_socket_register_write = None
 
 
 def _nothing(_client: paho.Client, _userdata: Any, _sock: Any) -> None:

@@ -21,9 +21,12 @@ from typing import NamedTuple
 from edgesplit.transport import frames
 from edgesplit.transport.frames import Chunk, Flag, Frame
 from edgesplit.transport.inbound import Bodies, Inbound, Spoiled
+from edgesplit.transport.key import Key
 from edgesplit.transport.outbound import Outbound, Patience
 
 _PATIENCE = Patience()
+
+MOST_DEAD = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,24 @@ class Publish(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Effect: a whole message of ``sender`` has arrived; ``body`` is for :func:`frames.decode`."""
+    """Effect: a whole message of ``sender`` has arrived; ``body`` is for :func:`frames.decode`.
+
+    ``proven``: a holder of the run's key has signed all of it.
+    """
 
     sender: str
     body: memoryview
+    proven: bool
 
 
 class Reached(NamedTuple):
     """Effect: ``peer`` has answered a hello."""
+
+    peer: str
+
+
+class Denied(NamedTuple):
+    """Effect: ``peer`` is there but does not let this node in."""
 
     peer: str
 
@@ -78,7 +91,7 @@ class Rejected(NamedTuple):
     reason: str
 
 
-Effect = Publish | Deliver | Reached | Rejected
+Effect = Publish | Deliver | Reached | Denied | Rejected
 
 
 @dataclass(slots=True)
@@ -101,12 +114,16 @@ class Reliable:
         run: the run's name.
         node: this node's.
         boot: a number that no other life of this node has, not 0.
+        key: the run's, with which all chunks are signed.
 
     Attributes:
         free: memory of full chunks for :func:`frames.split`.
     """
 
-    def __init__(self, run: str, node: str, boot: int, settings: Settings | None = None) -> None:
+    def __init__(
+        self, run: str, node: str, boot: int, settings: Settings | None = None, key: Key | None = None
+    ) -> None:
+        self._key = key
         self._run = frames.run_hash(run)
         self._node = node
         self._boot = boot
@@ -118,10 +135,14 @@ class Reliable:
         self._ins: dict[str, Inbound] = {}
         self._bodies = Bodies()
         self._ranks: dict[str, deque[int]] = {}
+        # Lives whose chunks have been taken and are over: recorded ones must not come to life again, however many
+        # hellos were recorded too.
+        self._dead: dict[tuple[str, int], None] = {}
         self._ack_due: dict[str, float] = {}
         self._told: dict[str, float] = {}
         self._sharers: set[str] = set()
         self._told_sharers = 1
+        self._window = self._share_of_inbox()
 
     # Events
 
@@ -177,6 +198,12 @@ class Reliable:
             effects += self._publish(peer, self._outs[peer].again(now), now)
         return effects
 
+    def deny(self, frame: Frame, now: float) -> list[Effect]:
+        """Tell the sender of a hello that it is not let in: a welcome to nothing."""
+        if not frame.flags & Flag.HELLO or not self._may_tell(frame.sender, now):
+            return []
+        return [self._control(frame.sender, Flag.WELCOME, frame.boot, ack=frame.seq, window=(0, 0))]
+
     def online(self, peer: str, boot: int, now: float) -> list[Effect]:
         """A life of ``peer`` is known to be there: if anything is waiting for it, do not wait before greeting it."""
         if peer not in self._active or self._outs[peer].boot == boot:
@@ -191,6 +218,7 @@ class Reliable:
     def offline(self, peer: str) -> None:
         """``peer`` has gone: others get its share of the inbox until it sends again."""
         self._sharers.discard(peer)
+        self._window = self._share_of_inbox()
         self._told_sharers = max(min(self._told_sharers, len(self._sharers)), 1)
 
     def forget(self, peer: str) -> None:
@@ -203,8 +231,10 @@ class Reliable:
 
     def next_deadline(self) -> float:
         """When :meth:`tick` has something to do; infinity if nothing is waited for."""
-        outs = (min(self._outs[peer].due, self._greetings[peer].due) for peer in self._active)
-        return min(min(self._ack_due.values(), default=math.inf), min(outs, default=math.inf))
+        due = min(self._ack_due.values(), default=math.inf)
+        for peer in self._active:
+            due = min(due, self._outs[peer].due, self._greetings[peer].due)
+        return due
 
     def unacknowledged(self) -> dict[str, int]:
         """How many chunks each peer has not acknowledged; peers with none are left out."""
@@ -245,16 +275,24 @@ class Reliable:
 
     def _say_boot(self, frame: Frame, now: float) -> Iterator[Effect]:
         """A chunk meant for an earlier life of this node: show the present one, so that the sender says hello."""
-        peer = frame.sender
+        if self._may_tell(frame.sender, now):
+            yield self._control(frame.sender, 0, frame.boot)
+
+    def _may_tell(self, peer: str, now: float) -> bool:
+        """Whether to answer what is not a peer's: not more often than it would ask."""
         due = self._told.get(peer, -math.inf) + self._settings.hello_first
-        if now >= due and (peer in self._told or len(self._told) < self._settings.peers):
-            self._told[peer] = now
-            yield self._control(peer, 0, frame.boot)
+        if now < due or (peer not in self._told and len(self._told) >= self._settings.peers):
+            return False
+        self._told[peer] = now
+        return True
 
     def _bind(self, frame: Frame, now: float) -> Iterator[Effect]:
         peer = frame.sender
         greeting = self._greetings.get(peer)
         if greeting is None or not greeting.pending or frame.ack != greeting.nonce:
+            return
+        if not frame.window_frames:
+            yield Denied(peer)  # and go on asking: it may be given the key
             return
         greeting.due, greeting.wait = math.inf, 0.0
         out = self._outs[peer]
@@ -274,10 +312,12 @@ class Reliable:
                 flags, ack, gap = Flag.DATA | Flag.ACK, back.mark, back.gap
                 self._settle(peer, back)
             chunk = out.chunk(number, now)
-            window = self._window()
+            window = self._window
             yield Publish(
                 peer,
-                frames.seal(chunk, flags, self._run, self._node, self._boot, out.boot, number, ack, window, gap),
+                frames.seal(
+                    chunk, flags, self._run, self._node, self._boot, out.boot, number, ack, window, gap, self._key
+                ),
             )
 
     def _acknowledged(self, frame: Frame, out: Outbound, now: float) -> Iterator[Effect]:
@@ -315,8 +355,8 @@ class Reliable:
         else:
             had_hole = stream.gap > 0
             for result in stream.take(frame):
-                yield Rejected(peer, result.reason) if isinstance(result, Spoiled) else Deliver(peer, result)
-            window_bytes, window_frames = self._window()
+                yield Rejected(peer, result.reason) if isinstance(result, Spoiled) else Deliver(peer, *result)
+            window_bytes, window_frames = self._window
             if had_hole or 4 * stream.fresh_bytes >= window_bytes or 4 * stream.fresh_frames >= window_frames:
                 yield self._ack(peer)
             else:
@@ -332,6 +372,12 @@ class Reliable:
             return None
         if stream is not None and stream.boot in ranks and ranks.index(frame.boot) < ranks.index(stream.boot):
             return None
+        if (frame.sender, frame.boot) in self._dead:
+            return None
+        if stream is not None:
+            self._dead[frame.sender, stream.boot] = None
+            if len(self._dead) > MOST_DEAD:
+                del self._dead[next(iter(self._dead))]
         settings = self._settings
         stream = self._ins[frame.sender] = Inbound(
             frame.boot, (2 * settings.window_bytes, 2 * settings.window_frames), self._bodies
@@ -342,6 +388,7 @@ class Reliable:
     def _share(self, peer: str) -> Iterator[Effect]:
         """Count one more sender; when there are half as many again, tell all, or an idle one's burst is too much."""
         self._sharers.add(peer)
+        self._window = self._share_of_inbox()
         if 2 * len(self._sharers) >= 3 * self._told_sharers:
             self._told_sharers = len(self._sharers)
             yield from [self._ack(other) for other in self._ins if other != peer]
@@ -355,14 +402,25 @@ class Reliable:
         stream.fresh_bytes = stream.fresh_frames = 0
         self._ack_due.pop(peer, None)
 
-    def _control(self, peer: str, flags: int, to_boot: int, *, seq: int = 0, ack: int = 0, gap: int = 0) -> Publish:
-        chunk = frames.empty_chunk(self._node)
-        window = self._window()
+    def _control(
+        self,
+        peer: str,
+        flags: int,
+        to_boot: int,
+        *,
+        seq: int = 0,
+        ack: int = 0,
+        gap: int = 0,
+        window: tuple[int, int] | None = None,
+    ) -> Publish:
+        chunk = frames.empty_chunk(self._node, signed=self._key is not None)
+        window = self._window if window is None else window
         return Publish(
-            peer, frames.seal(chunk, flags, self._run, self._node, self._boot, to_boot, seq, ack, window, gap)
+            peer,
+            frames.seal(chunk, flags, self._run, self._node, self._boot, to_boot, seq, ack, window, gap, self._key),
         )
 
-    def _window(self) -> tuple[int, int]:
+    def _share_of_inbox(self) -> tuple[int, int]:
         """This node's inbox divided among its senders."""
         settings, sharers = self._settings, max(len(self._sharers), 1)
         return (

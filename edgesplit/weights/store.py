@@ -281,6 +281,17 @@ class LayerStore:
     def _optimizer(self) -> dict[str, Any]:
         return optimizers.state_arrays(self.state)
 
+    def inherit(self, before: LayerStore) -> None:
+        """Take over the state of the layers that another store holds, too, as after its last update."""
+        (params, buffers, optimizer), _ = before.snapshot(frozen=True)
+        mine = {name for layer in self.layers if layer in before.layers for name in self._params[layer]}
+        own = {name for layer in self.layers if layer in before.layers for name in self._buffers[layer]}
+        self.load(
+            {name: array for name, array in params.items() if name in mine},
+            {name: array for name, array in buffers.items() if name in own},
+            {name: array for name, array in optimizer.items() if name.rpartition("//")[0] in mine},
+        )
+
     def restore(self, snapshot: Snapshot) -> None:
         """Put back a whole snapshot; every step is forgotten. Raises RunError where it is of other layers."""
         self.abandon()

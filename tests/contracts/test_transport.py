@@ -1,4 +1,4 @@
-"""What every transport must do: one suite over memory, mosquitto and the embedded broker, MQTT 5 and 3.1.1."""
+"""What every transport must do: one suite over memory and brokers, MQTT 5 and 3.1.1, with TLS and by WebSocket."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from edgesplit.codecs import CODECS, pack, unpack
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import broker as broker_module
 from edgesplit.transport import frames
+from edgesplit.transport.access import Access
 from edgesplit.transport.base import Inbox, Message, Transport
 from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.frames import Flag
+from edgesplit.transport.key import Key
 from edgesplit.transport.memory import MemoryTransport
 from edgesplit.transport.mqtt import MqttTransport
-from tests.brokers import Mosquitto, free_port
+from tests.brokers import Mosquitto, WebBroker, free_port, tls_options, with_certificate
+from tests.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 RUNS = itertools.count()
@@ -58,14 +62,16 @@ def status_of(inbox: Inbox, node: str, state: str, timeout: float = 15.0) -> Mes
 class Fleet:
     """Transports of one run, closed together."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        self.url = url
+    def __init__(self, broker: str | Access, *, mqtt_version: str | None = None, **options: Any) -> None:
+        self.access = replace(broker if isinstance(broker, Access) else Access(broker), mqtt=mqtt_version)
+        self.url = self.access.url
         self.run = f"run-{next(RUNS)}"
         self._options = {"heartbeat": 0.2, "grace": 0.5, "connect_timeout": 5.0} | options
         self._opened: list[MqttTransport] = []
 
-    def __call__(self, node: str, **options: Any) -> MqttTransport:
-        transport = MqttTransport(self.url, run=self.run, node=node, **{**self._options, **options})
+    def __call__(self, node: str, *, mqtt_version: str | None = None, **options: Any) -> MqttTransport:
+        access = replace(self.access, mqtt=mqtt_version) if mqtt_version else self.access
+        transport = MqttTransport(access, run=self.run, node=node, **{**self._options, **options})
         self._opened.append(transport)
         return transport
 
@@ -74,20 +80,43 @@ class Fleet:
             transport.close()
 
 
-@pytest.fixture(params=["memory", "mosquitto-5", "mosquitto-3.1.1", "mosquitto-qos-1", "embedded-5", "embedded-3.1.1"])
+PLAIN = ["mosquitto-5", "mosquitto-3.1.1", "mosquitto-qos-1", "embedded-5", "embedded-3.1.1"]
+OTHERS = ["mqtts-5", "mqtts-3.1.1", "ws", "wss"]
+KEY = Key(bytes(range(32)))
+
+
+def way_in(request: pytest.FixtureRequest, kind: str) -> Fleet:
+    """A fleet over one of the ways to a broker."""
+    name, _, version = kind.partition("-")
+    if name in ("ws", "wss"):
+        web = request.getfixturevalue("web_broker")
+        return Fleet(web.secure if name == "wss" else web.plain)
+    if name == "mqtts":
+        return Fleet(request.getfixturevalue("mosquitto_tls"), mqtt_version=version)
+    if name == "signed":
+        return Fleet(request.getfixturevalue("mosquitto").url, key=KEY)
+    if version == "qos-1":
+        return Fleet(request.getfixturevalue("mosquitto").url, qos=1)
+    broker = request.getfixturevalue("mosquitto" if name == "mosquitto" else "embedded_broker")
+    return Fleet(broker.url_v3 if kind == "embedded-3.1.1" else broker.url, mqtt_version=version)
+
+
+@pytest.fixture(params=["memory", *PLAIN, "signed", *OTHERS])
 def network(request: pytest.FixtureRequest) -> Iterator[Open]:
     kind = request.param
     if kind == "memory":
         with MemoryTransport() as transport:
             yield lambda node: transport
         return
-    version = None if kind == "mosquitto-qos-1" else kind.rpartition("-")[2]
-    if kind.startswith("mosquitto"):
-        url = request.getfixturevalue("mosquitto").url
-    else:
-        broker = request.getfixturevalue("embedded_broker")
-        url = broker.url if version == "5" else broker.url_v3
-    fleet = Fleet(url, mqtt_version=version, qos=int(version is None))
+    fleet = way_in(request, kind)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(params=["mosquitto-5", *OTHERS])
+def anyhow(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """A fleet over each way in that reads and writes its sockets in another way."""
+    fleet = way_in(request, request.param)
     yield fleet
     fleet.close()
 
@@ -157,7 +186,8 @@ def test_a_tensor_of_64_mb(network: Open) -> None:
     assert np.array_equal(unpack(take(inbox, 60).arrays)["h"], values)
     assert take(inbox).micro == 1
     a.flush(10)
-    assert 64 << 20 < a.traffic()["b"] < 65 << 20
+    assert 64 << 20 < a.traffic("a")["b"] < 65 << 20
+    assert b.traffic("b") == {}, "it has sent nothing"
 
 
 def test_a_receiver_that_comes_later_gets_what_was_sent(network: Open) -> None:
@@ -267,14 +297,14 @@ def test_a_killed_process_is_reported_and_another_can_take_its_place(
         fleet.close()
 
 
-def test_a_short_break_of_the_connection_loses_nothing_and_alarms_nobody(fleet: Fleet) -> None:
-    a, b = fleet("a"), fleet("b")
+def test_a_short_break_of_the_connection_loses_nothing_and_alarms_nobody(anyhow: Fleet) -> None:
+    a, b = anyhow("a"), anyhow("b")
     inbox = b.mailbox("b")
     for number in range(400):
         if number % 100 == 50:
-            a._client.socket().shutdown(2)
+            a._client.raw.shutdown(2)
         if number % 100 == 75:
-            b._client.socket().shutdown(2)
+            b._client.raw.shutdown(2)
         a.send("b", Message(kind="x", sender="a", micro=number))
         time.sleep(0.001)
     assert [take(inbox).micro for _ in range(400)] == list(range(400))
@@ -304,13 +334,15 @@ def test_an_old_offline_and_an_old_online_are_not_believed(fleet: Fleet, mosquit
 # --- over a broker: outages ---
 
 
-@pytest.mark.parametrize("version", ["5", "3.1.1"])
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("version", "how", "tls"),
+    [("5", "SIGTERM", False), ("5", "SIGKILL", False), ("3.1.1", "SIGTERM", False), ("3.1.1", "SIGKILL", True)],
+)
 def test_messages_outlive_a_broker_that_forgets_everything(
-    start_mosquitto: Callable[..., Mosquitto], version: str, how: str
+    start_mosquitto: Callable[..., Mosquitto], authority: Authority, version: str, how: str, tls: bool
 ) -> None:
-    broker = start_mosquitto()
-    fleet = Fleet(broker.url, mqtt_version=version, grace=5.0)
+    broker = start_mosquitto(tls_options(authority) if tls else ())
+    fleet = Fleet(with_certificate(authority, broker.url) if tls else broker.url, mqtt_version=version, grace=5.0)
     a, b = fleet("a"), fleet("b")
     inbox = b.mailbox("b")
 
@@ -338,10 +370,15 @@ def test_messages_outlive_a_broker_that_forgets_everything(
         fleet.close()
 
 
-def test_messages_outlive_a_restart_of_the_embedded_broker() -> None:
-    port = free_port()
-    broker = EmbeddedBroker(port)
-    fleet = Fleet(broker.url, grace=5.0)
+@pytest.mark.parametrize("web", [False, True])
+def test_messages_outlive_a_restart_of_the_embedded_broker(authority: Authority, tmp_path: Path, web: bool) -> None:
+    ports = free_port(), free_port()
+
+    def start() -> EmbeddedBroker | WebBroker:
+        return WebBroker(tmp_path, authority, ports) if web else EmbeddedBroker(ports[0])
+
+    broker = start()
+    fleet = Fleet(broker.secure if isinstance(broker, WebBroker) else broker.url, grace=5.0)
     try:
         a, b = fleet("a"), fleet("b")
         inbox = b.mailbox("b")
@@ -350,7 +387,7 @@ def test_messages_outlive_a_restart_of_the_embedded_broker() -> None:
         broker.close()
         for number in range(30, 40):
             a.send("b", Message(kind="x", sender="a", micro=number))
-        broker = EmbeddedBroker(port)
+        broker = start()
         assert [take(inbox, 30).micro for _ in range(40)] == list(range(40))
     finally:
         fleet.close()
@@ -458,10 +495,10 @@ def test_wrong_password(
         secret.write_text("wrong\n")
         monkeypatch.setenv("EDGESPLIT_PASSWORD_FILE", str(secret))
         with pytest.raises(TransportError, match="refuses user 'pi'") as error:
-            MqttTransport(url, run="r", node="a", mqtt_version=version)
+            MqttTransport(Access(url, mqtt=version), run="r", node="a")
         assert "wrong" not in one_line(error)
         secret.write_text("right\n")
-        MqttTransport(url, run="r", node="a", mqtt_version=version).close()
+        MqttTransport(Access(url, mqtt=version), run="r", node="a").close()
     monkeypatch.delenv("EDGESPLIT_PASSWORD_FILE")
     monkeypatch.setenv("EDGESPLIT_PASSWORD", "right")
     MqttTransport(url, run="r", node="a").close()
@@ -481,13 +518,14 @@ def test_a_topic_that_an_access_rule_swallows_is_named(
         "topic read edgesplit/shut/#\n"
     )
     broker = start_mosquitto([f"acl_file {rules}"])
-    options = {"mqtt_version": version, "connect_timeout": 1.0}
-    MqttTransport(broker.url, run="open", node="a", **options).close()
+    access = Access(broker.url, mqtt=version)
+    options = {"connect_timeout": 1.0}
+    MqttTransport(access, run="open", node="a", **options).close()
     with pytest.raises(TransportError, match="topic edgesplit/shut/a/in was lost") as error:
-        MqttTransport(broker.url, run="shut", node="a", **options)
+        MqttTransport(access, run="shut", node="a", **options)
     one_line(error)
-    with MqttTransport(broker.url, run="half", node="a", **options) as a:
-        with MqttTransport(broker.url, run="half", node="b", **options):
+    with MqttTransport(access, run="half", node="a", **options) as a:
+        with MqttTransport(access, run="half", node="b", **options):
             a.probe(["b"], 5.0)
         with pytest.raises(TransportTimeout, match=r"'c' \(topic edgesplit/half/c/in\)"):
             a.probe(["c"], 0.5)
@@ -541,17 +579,20 @@ def test_the_second_process_with_a_name_is_told_and_the_first_goes_on(
         ({"node": "pi 1"}, "node name 'pi 1'"),
         ({"node": "+"}, "node name"),
         ({"node": "x" * 65}, "node name"),
-        ({"prefix": "a/#"}, "prefix name"),
+        ({"prefix": "a/#"}, "topic prefix 'a/#'"),
         ({"url": "http://127.0.0.1"}, "must begin with"),
         ({"url": "mqtt://"}, "must look like"),
         ({"url": "mqtt://127.0.0.1:http"}, "broker url"),
         ({"url": "mqtt://pi:secret@127.0.0.1"}, "EDGESPLIT_PASSWORD_FILE"),
-        ({"mqtt_version": "4"}, "mqtt version"),
+        ({"url": "mqtt://pi:secret@127.0.0.1:99999"}, "broker url"),
+        ({"mqtt": "4"}, "mqtt version"),
     ],
 )
 def test_wrong_arguments(change: dict[str, str], match: str) -> None:
+    names = {"run": "r", "node": "a"} | {name: change[name] for name in change if name in ("run", "node")}
+    rest = {"url": "mqtt://127.0.0.1:1"} | {name: value for name, value in change.items() if name not in names}
     with pytest.raises(TransportError, match=match) as error:
-        MqttTransport(**{"url": "mqtt://127.0.0.1:1", "run": "r", "node": "a", **change})
+        MqttTransport(Access(**rest), **names)
     assert "secret" not in one_line(error)
 
 
