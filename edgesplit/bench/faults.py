@@ -7,13 +7,14 @@ from typing import Any
 
 from edgesplit.bench.broker import own_broker
 from edgesplit.bench.figures import machine, report
+from edgesplit.bench.moving import plan_change
 from edgesplit.bench.overhead import PAIRS, overhead
 from edgesplit.bench.shared import killed, share
 
 PARTS = {
     "share": share,
     "killed": killed,
-    # "plan_change" belongs here: bytes moved by a change of plan over those of the layers that change hands.
+    "plan_change": plan_change,
     "overhead": overhead,
 }
 """Name -> a function ``(broker's url, say) -> (figures, details)``, in the order in which they run."""

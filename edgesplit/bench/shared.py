@@ -9,14 +9,17 @@ from typing import Any
 from edgesplit.assembly import Model, build_model
 from edgesplit.bench.emulated import slowed
 from edgesplit.bench.figures import Figure, median_figure, spread
-from edgesplit.bench.running import processes
+from edgesplit.bench.running import Mortal, mortal, processes
 from edgesplit.bench.tasks import BATCH, LR, MOMENTUM, SHARED, SHARED_CUTS
+from edgesplit.coordinator import StepDone
 from edgesplit.costs import LayerTimes
+from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.loading import load_task
 from edgesplit.observe.report import step_seconds
 from edgesplit.placement import placement
-from edgesplit.plan import Plan, Route
+from edgesplit.plan import Plan
+from edgesplit.session import Session
 from edgesplit.topology import Node, Topology
 
 TASK = "edgesplit.bench.tasks:SHARED"
@@ -24,8 +27,8 @@ EDGES = ("edge-1", "edge-2", "edge-3", "edge-4")
 MICROS = 16
 """Micro-batches of each of the four devices."""
 
-WARM, STEPS, STEPS_OFF = 3, 4, 2
-"""Steps that are not judged, those that are, and those without sharing, which take twice as long."""
+WARM, STEPS, STEPS_OFF, RECOVERY = 3, 4, 2, 2
+"""Steps that are not judged, those that are, those without sharing (they take twice as long), and those after a loss."""
 
 UNEQUAL = dict(zip(EDGES, (0.05, 0.1, 0.2, 0.2), strict=True))
 EQUAL = dict.fromkeys(EDGES, 0.1)
@@ -35,7 +38,7 @@ DEVICE_S = 0.01
 LEAST_OF_IDEAL, LEAST_REMAINING = 0.95, 0.9
 
 
-def options(tiers: Sequence[str], steps: int) -> Experiment:
+def options(tiers: Sequence[str], steps: int, **more: Any) -> Experiment:
     """Return the options of a run in which these tiers share."""
     values = {
         "task": TASK,
@@ -49,6 +52,7 @@ def options(tiers: Sequence[str], steps: int) -> Experiment:
         "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM},
         "evaluate": {"every": 0},
         "emulate": True,
+        **more,
     }
     return Experiment.from_dict(values, source="bench faults")
 
@@ -84,20 +88,15 @@ def capacity(plan: Plan) -> float:
     return sum(1 / sum(times.seconds(node, op, start, stop) for op in "FB") for node, start, stop in stages)
 
 
-def without(plan: Plan, node: str, to: str) -> Plan:
-    """Return the plan with one edge's devices moved to another."""
-    routes = []
-    for route in plan.routes:
-        stages = tuple(stage._replace(node=to) if stage.node == node else stage for stage in route.stages)
-        routes.append(Route(route.device, stages))
-    return replace(plan, routes=tuple(routes))
-
-
 def rates(url: str, plan: Plan, model: Model, tiers: Sequence[str], steps: int = STEPS) -> list[float]:
     """Run a plan and return the samples a second of each judged step."""
     with processes(url, plan, model, options(tiers, steps)) as session:
         session.fit()
-        seconds = step_seconds(session.recorder.events)
+        return _rates(session, plan)
+
+
+def _rates(session: Session, plan: Plan) -> list[float]:
+    seconds = step_seconds(session.recorder.events)
     return [len(plan.routes) * BATCH / seconds[step] for step in sorted(seconds)[WARM:]]
 
 
@@ -120,13 +119,29 @@ def share_figures(ideal: float, on: Sequence[float], off: Sequence[float]) -> li
 
 
 def killed(url: str, say: Callable[[str], None]) -> tuple[list[Figure], dict[str, Any]]:
-    """Run four equal edges, then the same without one of them, whose device has moved to another."""
-    # Nobody is killed here yet: the second run begins with the plan that a loss would lead to.
+    """Run four equal edges, kill one of them in the middle of the round, and go on with three."""
     model = _model()
     plan = make_plan(model, EQUAL)
-    before, after = (rates(url, p, model, ["edge"]) for p in (plan, without(plan, EDGES[-1], EDGES[0])))
+    last = WARM + STEPS - 1  # step that all four have done
+
+    def on_step(done: StepDone, fleet: Mortal) -> None:
+        if done.step == last:
+            fleet.kill(EDGES[-1])
+
+    experiment = options(["edge"], 2 * STEPS + RECOVERY, on_node_lost="continue")
+    with mortal(url, plan, model, experiment, on_step) as session:
+        session.fit()
+        left = EDGES[-1] not in session.plan.nodes()
+        found = _rates(session, plan)
+    if not left:
+        raise RunError(f"{EDGES[-1]} was killed after step {last}, and the plan still has it")
+    before, after = found[:STEPS], found[STEPS + RECOVERY :]
     say(f"four equal edges: {spread(before)[1]:.1f} samples a second, three of them {spread(after)[1]:.1f}")
-    return killed_figures(before, after), {"four": before, "three": after}
+    return killed_figures(before, after), {
+        "four": before,
+        "recovering": found[STEPS : STEPS + RECOVERY],
+        "three": after,
+    }
 
 
 def killed_figures(before: Sequence[float], after: Sequence[float]) -> list[Figure]:
