@@ -18,6 +18,7 @@ from edgesplit.methods import METHODS, orders, predict
 from edgesplit.node import NodeMachine
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Report, Send, Sheet
+from edgesplit.replanning import without
 from edgesplit.schedule import Action, Event, Micro, even_steps
 from edgesplit.sharing import AHEAD, Router, expected_seconds, with_peers
 from edgesplit.sheets import Cutting, Draft, Share
@@ -93,11 +94,26 @@ def test_a_node_that_does_anything_else_does_not_share() -> None:
 
 
 def test_a_plan_without_a_node_has_no_way_over_it() -> None:
-    plan = fleet(3, 4)
-    moved = tuple(
-        Route(r.device, tuple(s._replace(node="e1") if s.node == "e2" else s for s in r.stages)) for r in plan.routes
-    )
-    assert replace(plan, routes=moved).choices("d2")[1] == ("e1", "e3")
+    left = without(fleet(3, 4), ["e2"])
+    assert left is not None
+    assert left.choices("d2")[1] == ("e3", "e1")
+    assert left.sharing() == {"e1", "e3"}
+    alone = without(left, ["e3"])
+    assert alone is not None
+    assert not alone.sharing()
+
+
+def test_under_another_plan_what_was_measured_of_other_layers_is_forgotten() -> None:
+    router = Router()
+    router.adopt(fleet(3, 3))
+    for node, seconds in (("e1", 1.0), ("e2", 2.0)):
+        router.observe(Event(node, Action("F", 1, 0), 0.0, seconds), 1)
+    left = without(fleet(3, 3), ["e3"])
+    assert left is not None
+    router.adopt(left)
+    assert [router.seconds(node) for node in ("e1", "e2")] == [1.0, 2.0]
+    router.adopt(fleet(2, 2, (1, 2)))
+    assert [router.seconds(node) for node in ("e1", "e2")] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("peers", [[["e1"], ["e1"]], [["e1", "e1"]], "e1", [3], [[1]]])

@@ -28,7 +28,7 @@ MICROS = 16
 """Micro-batches of each of the four devices."""
 
 WARM, STEPS, STEPS_OFF, RECOVERY = 3, 4, 2, 2
-"""Steps that are not judged, those that are, those without sharing (they take twice as long), and those after a loss."""
+"""Steps that are not judged, those that are, those without sharing (which take twice as long), those after a loss."""
 
 UNEQUAL = dict(zip(EDGES, (0.05, 0.1, 0.2, 0.2), strict=True))
 EQUAL = dict.fromkeys(EDGES, 0.1)
