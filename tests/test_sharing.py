@@ -14,8 +14,10 @@ import pytest
 from edgesplit.coordinator import Coordinator
 from edgesplit.costs import UnitCosts
 from edgesplit.errors import ExperimentError, FrameError, PlanError
+from edgesplit.launch import predicted_step
 from edgesplit.methods import METHODS, orders, predict
 from edgesplit.node import NodeMachine
+from edgesplit.options import options
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Report, Send, Sheet
 from edgesplit.replanning import without
@@ -162,9 +164,9 @@ def test_sharing_needs_a_topology_and_a_common_step() -> None:
     plan = replace(fleet(2, 2, layers=6), layers=tuple(n for n, _ in task.model().named_children()), peers=())
     with pytest.raises(ExperimentError, match="needs a topology"):
         open_session(plan, task, share=["edge"], every="step", **RULES["sgd"])
-    for options, said in ({"share": ["edge"]}, "every: step"), ({"share": ["device"], "every": "step"}, "stays on it"):
+    for asked, said in ({"share": ["edge"]}, "every: step"), ({"share": ["device"], "every": "step"}, "stays on it"):
         with pytest.raises(ExperimentError, match=said):
-            open_session(plan, task, **options, **RULES["sgd"])  # type: ignore[arg-type]
+            open_session(plan, task, **asked, **RULES["sgd"])  # type: ignore[arg-type]
 
 
 # --- who gets which -------------------------------------------------------------------------------------------------
@@ -487,3 +489,22 @@ def test_orders_leave_nobody_idle_who_got_his_share_by_speed(method: str, ends: 
     costs = Unequal(latency=0.005)
     found = predict(method, plan, steps, costs, update_all=True, commit_s=0.01, wait_commit=True)
     assert 5 * 32 / max(event.end for event in found.events) >= 0.95 * 8.0
+
+
+def test_the_prediction_of_a_run_shares_too() -> None:
+    layers = [
+        {"name": f"l{i}", "forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1, "cut_bytes": {}}
+        for i in range(4)
+    ]
+    nodes = [
+        replace(CLOUD, gflops=1e6),
+        *(replace(node, gflops=gflops) for node, gflops in zip(edges("c", "c"), (300.0, 100.0), strict=True)),
+    ]
+    profile = {"gflops": 100.0, "layers": layers, "target_bytes": 0.0}
+    rows = home(*nodes)
+    rows["nodes"] = [row | ({"gflops": 1e6} if row["tier"] == "device" else {}) for row in rows["nodes"]]
+    plan = replace(fleet(2, 2), peers=(), topology=rows, profile=profile)
+    both = {"batch_size": 8, "micros": 8, "every": "step", **RULES["sgd"]}
+    found = [predicted_step(plan, options(**both, share=share)) for share in ([], ["edge"])]
+    assert found[0] == pytest.approx(8 * 0.6, rel=0.05)
+    assert found[1] == pytest.approx(4 * 0.6, rel=0.1)
