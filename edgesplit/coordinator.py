@@ -21,7 +21,8 @@ from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
 from edgesplit.roster import Absence, OnLost, Roster
-from edgesplit.schedule import Step
+from edgesplit.schedule import Event, Micro, Step
+from edgesplit.sharing import AHEAD, Router
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
@@ -198,8 +199,10 @@ class Coordinator:
         self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
+        self.router = Router() if plan.peers else None
         self._set_plan(plan)
         self._open: deque[_Open] = deque()
+        self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
@@ -221,11 +224,13 @@ class Coordinator:
         self._devices = [route.device for route in plan.routes]
         shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
         self._shared = shared if self._adds else {}
+        if self.router is not None:
+            self.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._requests or self._again or self._recovery)
+        return bool(self._open or self._later or self._requests or self._again or self._recovery)
 
     @property
     def barrier(self) -> bool:
@@ -237,14 +242,24 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        return self._publish([_Due(draft, evaluate) for draft in drafts], now)
+        dues = [_Due(draft, evaluate) for draft in drafts]
+        if self._later:
+            self._later += dues
+            return []
+        return self._publish(dues, now)
 
     def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
         """Number the steps of one sheet and send it; all train, or all evaluate."""
         self._progress_at = now
         opened = []
+        if self.router is not None:
+            room = max(AHEAD - len(self._open), 0)
+            other = (at for at, due in enumerate(dues) if due.evaluate != dues[0].evaluate)
+            room = min(room, next(other, room))
+            dues, self._later = dues[:room], [*dues[room:], *self._later]
+        routes = self._routes if self.router is not None else None
         for due in dues:
-            step = number(due.draft, self.cutting, self.next_micro, self._devices)
+            step = number(due.draft, self.cutting, self.next_micro, self._devices, routes)
             self.next_micro += len(step.micros)
             opened.append(_Open(due, step, self._participants(step, due.evaluate)))
         self._open.extend(opened)
@@ -253,10 +268,25 @@ class Coordinator:
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
 
+    def _routes(self, micros: Sequence[Micro]) -> Sequence[int]:
+        """Choose the micro-batches' ways: where nodes share work those that are quick and there."""
+        if self.router is None:
+            return [0] * len(micros)
+        return self.router.routes(self.plan, micros, self.roster.lost)
+
+    def observe(self, event: Event) -> None:
+        """Learn from a report what an action took, so that the steps to come go round the slow."""
+        entry = next((entry for entry in self._open if entry.step.step == event.step), None)
+        if self.router is not None and entry is not None and not entry.due.evaluate and entry.step.micros:
+            at = event.action.micro - entry.step.micros[0].micro
+            if 0 <= at < len(entry.step.micros):
+                micro = entry.step.micros[at]
+                self.router.observe(event, micro.stop - micro.start)
+
     def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
         if not step.micros:
             return ()  # nobody has samples: there is nothing to do or to wait for
-        on_route = {place.node for device in step.batches for place in self.plan.route(device).stages}
+        on_route = {place.node for m in step.micros for place in self.plan.path(m.device, m.route)}
         if not evaluate:
             on_route |= {node for nodes in self._shared.values() for node in nodes}
         return tuple(node for node in self._nodes if node in on_route)
@@ -467,7 +497,9 @@ class Coordinator:
         back = self.line.rewind(self.term, count or 0)
         noted = self._note_cut()
         opened = [replace(entry.due) for entry in self._open]
-        self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
+        taken_back = (_Due(entry.draft, False, told=True) for entry in back)
+        self._again = [*taken_back, *opened, *self._again, *self._later]
+        self._later.clear()
         self._open.clear()
         self._resume_standing(self.line.standing())
         point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
@@ -570,7 +602,17 @@ class Coordinator:
         effects: list[Effect] = []
         while self._open and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
-        return effects + self._catch_up(now)
+        return effects + self._publish_later(now) + self._catch_up(now)
+
+    def _publish_later(self, now: float) -> list[Effect]:
+        """Where nodes share work: publish the next steps, now that one has ended."""
+        if not self._later or len(self._open) >= AHEAD or self._recovery is not None:
+            return []
+        evaluate = self._later[0].evaluate
+        if self._open and self._open[0].due.evaluate != evaluate:
+            return []
+        ready, self._later = self._later, []
+        return self._publish(ready, now)
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
@@ -635,7 +677,7 @@ class Coordinator:
         for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
             total += losses[micro][0]
             weight += losses[micro][1]
-        metrics = {device: values for report in entry.reports.values() for device, values in report.metrics.items()}
+        metrics = _added([entry.reports[node].metrics for node in entry.participants])
         shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         loss = total / weight if weight else math.nan
@@ -730,3 +772,17 @@ class Coordinator:
 def _finite(report: Report) -> bool:
     """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are."""
     return report.finite and all(math.isfinite(total) for total, _ in report.losses.values())
+
+
+def _added(
+    parts: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Add up the devices' metrics: where nodes share the last layers, each has a part of them."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for part in parts:
+        for device, metrics in part.items():
+            of_device = found.setdefault(device, {})
+            for name, (value, weight) in metrics.items():
+                before = of_device.get(name, (0.0, 0.0))
+                of_device[name] = (before[0] + value, before[1] + weight)
+    return found
