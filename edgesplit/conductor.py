@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
-from edgesplit.errors import EdgesplitError, FrameError, RunError, TransportError, TransportTimeout, did_you_mean
+from edgesplit.errors import (
+    EdgesplitError,
+    FrameError,
+    RunError,
+    ScheduleError,
+    TransportError,
+    TransportTimeout,
+    did_you_mean,
+)
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.protocol import Send
@@ -29,6 +39,12 @@ MUTE_S = 10.0
 
 MOST_NAMED = 16
 """Nodes named in an error, at most."""
+
+MOST_STRANGERS = 256
+"""Nodes that the run does not have and that are told so, at most."""
+
+MOST_FACTS, LONGEST_FACT = 64, 256
+"""What a node may say of itself when it joins: so many values, and texts of so many characters."""
 
 
 class Conductor:
@@ -69,6 +85,7 @@ class Conductor:
         self._refused: dict[str, str] = {}
         self.traffic: dict[str, Mapping[str, int]] = {}
         self._problems: dict[str, str] = {}  # why nodes cannot keep their state
+        self._strangers: set[str] = set()
 
     def join(self, nodes: Sequence[str], timeout: float) -> None:
         """Wait until every node has said hello.
@@ -77,7 +94,7 @@ class Conductor:
             TransportTimeout: some have not within ``timeout`` seconds; names them.
         """
         deadline = self._clock() + timeout
-        while missing := [node for node in nodes if node not in self.hellos]:
+        while missing := [node for node in nodes if not self.coordinator.roster.here(node)]:
             left = deadline - self._clock()
             if left <= 0:
                 names = ", ".join(self._named(node) for node in missing)
@@ -89,7 +106,6 @@ class Conductor:
             if message is not None:
                 self._raise_failed(self._take(message))
                 if message.kind == "status" and message.meta.get("state") == "offline":
-                    self.hellos.pop(message.sender, None)  # it must come again
                     self._online.pop(message.sender, None)
             self._watch()
             self._refuse_mute(missing)
@@ -187,18 +203,26 @@ class Conductor:
                 self._refused[message.sender] = str(message.meta.get("reason"))
                 self._say(f"{message.sender}: {message.meta.get('reason')}")
             return []
-        if message.kind == "status" and message.meta.get("state") == "online":
+        online = message.kind == "status" and message.meta.get("state") == "online"
+        if online and message.sender in self.coordinator.known:
             self._online.setdefault(message.sender, self._clock())
-        self._record(message)
-        return self.coordinator.receive(message, self._clock())
+        now = self._clock()
+        try:
+            self._record(message)
+            return self.coordinator.receive(message, now)
+        except FrameError as error:  # who sent it is waited for, and named if nothing better comes
+            return self.coordinator.malformed(message, str(error), now)
 
     def _greet(self, message: Message) -> bool:
         """Note a node's hello; return whether the run has such a node."""
         if message.sender in self.coordinator.known:
-            self.hellos[message.sender] = message.meta
+            self.hellos[message.sender] = _facts(message.meta)
             return True
+        if message.sender in self._strangers or len(self._strangers) >= MOST_STRANGERS:
+            return False
         if self._admit is not None:
             return self._let_in(self._admit, message)
+        self._strangers.add(message.sender)
         nodes = self.coordinator.wanted.nodes()
         names = ", ".join(map(repr, nodes[:MOST_NAMED])) + (" and others" if len(nodes) > MOST_NAMED else "")
         near = did_you_mean(message.sender, nodes)
@@ -210,9 +234,10 @@ class Conductor:
         try:
             self.coordinator.want(admit(message.sender, message.meta, self.coordinator.wanted))
         except EdgesplitError as error:
+            self._strangers.add(message.sender)
             self._stop_one(message.sender, str(error))
             return False
-        self.hellos[message.sender] = message.meta
+        self.hellos[message.sender] = _facts(message.meta)
         return True
 
     def _stop_one(self, node: str, error: str | None) -> None:
@@ -226,15 +251,14 @@ class Conductor:
             self._problems[message.sender] = problem
             self._on_node(NodeChanged(message.sender, "forgetful", problem))
         if isinstance(traffic := message.meta.get("traffic"), dict):
-            self.traffic[message.sender] = traffic
-        for row in message.meta.get("events") or []:
-            match row:
-                case [str(name), int() | float() as start, int() | float() as end, int(step), int(version)]:
-                    event = Event(message.sender, Action.parse(name), start, end, step, version)
-                    self.recorder.add(event)
-                    self.coordinator.observe(event)
-                case _:
-                    raise FrameError(f"{message.kind!r} of {message.sender!r} tells of an event {row!r}, which is none")
+            known = self.coordinator.known | {COORDINATOR}
+            self.traffic[message.sender] = {to: n for to, n in traffic.items() if to in known and type(n) is int}
+        rows = message.meta.get("events") or []
+        if not isinstance(rows, list):
+            raise FrameError(f"{message.kind!r} of {message.sender!r} tells of events that are no list")
+        for event in [_event(message, row) for row in rows]:
+            self.recorder.add(event)
+            self.coordinator.observe(event)
 
     def stop(self, nodes: Sequence[str], timeout: float, error: str | None = None) -> dict[str, str]:
         """Tell the nodes to stop, and ``error`` if that is why.
@@ -253,7 +277,8 @@ class Conductor:
                 if message is None or message.sender not in nodes:
                     continue
                 if message.kind in {"stopped", "failed"}:
-                    self._record(message)
+                    with suppress(FrameError):
+                        self._record(message)
                     answered.add(message.sender)
                     if message.meta.get("waiting_for"):
                         waiting[message.sender] = str(message.meta["waiting_for"])
@@ -262,3 +287,22 @@ class Conductor:
         except EdgesplitError:
             return waiting  # the network itself is gone: nobody can answer
         return waiting
+
+
+def _facts(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain and short ones of the values that a node says of itself."""
+    short = {name: value[:LONGEST_FACT] if isinstance(value, str) else value for name, value in meta.items()}
+    plain = [(n, v) for n, v in short.items() if isinstance(v, str | int | float | None) and len(n) <= LONGEST_FACT]
+    return dict(plain[:MOST_FACTS])
+
+
+def _event(message: Message, row: Any) -> Event:
+    """Read an event that a node tells of. Raises FrameError where it is none."""
+    match row:
+        case [str(name), int() | float() as start, int() | float() as end, int(step), int(version)]:
+            try:
+                if math.isfinite(start) and math.isfinite(end) and len(name) <= LONGEST_FACT:
+                    return Event(message.sender, Action.parse(name), float(start), float(end), step, version)
+            except (ScheduleError, OverflowError, ValueError):
+                pass
+    raise FrameError(f"{message.kind!r} of {message.sender!r} tells of an event {str(row)[:80]}, which is none")

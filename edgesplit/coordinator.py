@@ -167,6 +167,8 @@ class Coordinator:
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
         on_lost, patience: whether a lost node is waited for, and for how many seconds.
+        first_request: number of its first question. What was answered to a coordinator that died may reach its
+            successor, so their numbers must not meet.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class Coordinator:
         step_timeout: float = 120.0,
         on_lost: OnLost = "stop",
         patience: float = 60.0,
+        first_request: int = 1,
     ) -> None:
         self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
@@ -203,7 +206,7 @@ class Coordinator:
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
-        self._request_numbers = count(1)
+        self._request_numbers = count(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
         self.roster = Roster()
@@ -212,6 +215,8 @@ class Coordinator:
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
         self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
         self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+        self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
+        self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -333,6 +338,12 @@ class Coordinator:
             return self._report(message, now)
         return self._reply(message, now)
 
+    def malformed(self, message: Message, error: str, now: float) -> list[Effect]:
+        """Note that a message was dropped because it is none: its sender is named if it is waited for in vain."""
+        if message.sender in self._nodes:
+            self._malformed[message.sender] = f"{message.kind!r}: {error}"
+        return []
+
     def _status(self, message: Message, now: float) -> list[Effect]:
         node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
         if message.meta.get("state") != "offline":
@@ -358,6 +369,8 @@ class Coordinator:
         if request is None or message.sender not in request.asked:
             return []
         self._progress_at = now
+        if request.then is not None:
+            kept_of(message.meta)  # one that is malformed is no answer
         request.replies[message.sender] = message
         if len(request.replies) < len(request.asked):
             return []
@@ -381,7 +394,14 @@ class Coordinator:
         if now - self._progress_at < self.step_timeout:
             return []
         what = f"no progress {self._where()} for {self.step_timeout:g} s"
-        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, self._missing()))}"))]
+        missing = self._missing()
+        wrong = [
+            f"{node!r} sent a message that is none ({self._malformed[node]})"
+            for node in missing
+            if node in self._malformed
+        ]
+        why = "".join(f"; {text}: run the same version everywhere" for text in wrong[:1])
+        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, missing))}{why}"))]
 
     def _overdue(self, now: float) -> list[Effect]:
         lost = {node: absence for node, absence in self.roster.lost.items() if node in self._nodes}
@@ -413,9 +433,10 @@ class Coordinator:
     # -- nodes that start anew
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
-        again = self.roster.hello(message.sender, str(message.meta.get("life")))
+        here = self.roster.here(message.sender)
+        again = self.roster.hello(message.sender, str(message.meta.get("life"))[:64])
         if message.sender not in self._nodes:
-            return [NodeChanged(message.sender, "waits", "it joins with the next round")]
+            return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
             return []
         if self.on_lost == "stop":
@@ -552,16 +573,30 @@ class Coordinator:
         self._check_sums(message)
         for entry in self._open:
             if entry.step.step == report.step and message.sender in entry.participants:
-                entry.reports[message.sender] = report
+                entry.reports[message.sender] = self._its_own(report, message.sender, entry)
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
         return self._close_complete(now)
 
     def _check_sums(self, message: Message) -> None:
         known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
-        for name in message.arrays:
+        for name, packed in message.arrays.items():
             if name.partition("/")[0] not in known:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
+            if self.like and self.like.get(name) != (packed.shape, packed.dtype):
+                raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
+
+    def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
+        """Return what a node can know: of its own layers, and of the losses of routes that end on it."""
+        ends = {route.device for route in self.plan.routes if route.stages[-1].node == node}
+        losses = {micro.micro for micro in entry.step.micros if micro.device in ends}
+        layers = set(self.plan.layers_of(node))
+        return replace(
+            report,
+            layers={layer: pair for layer, pair in report.layers.items() if layer in layers},
+            losses={micro: pair for micro, pair in report.losses.items() if micro in losses},
+            metrics={device: values for device, values in report.metrics.items() if device in ends},
+        )
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

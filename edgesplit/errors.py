@@ -62,6 +62,10 @@ class TransportError(EdgesplitError):
     """The network below could not do what was asked."""
 
 
+class Unreachable(TransportError):
+    """No connection to the broker, or it has broken while a node joined: another try may do better."""
+
+
 class TransportTimeout(TransportError):
     """Something waited for did not come in time; the message names it."""
 

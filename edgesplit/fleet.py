@@ -150,6 +150,7 @@ class Processes:
         self._restarts = restarts
         self._started_again: dict[str, list[float]] = {}
         self._hanging: dict[str, float] = {}  # since when nothing was heard of a process that is there
+        self._starting: set[str] = set()  # started again, and not heard of yet: that is slow, and does not hang
 
     @property
     def pids(self) -> dict[str, int]:
@@ -189,6 +190,7 @@ class Processes:
             if process.stdin is not None:
                 process.stdin.close()
             self._hanging.pop(names, None)
+            self._starting.add(names)
             self._start(names)
 
     def _may_restart(self, names: str) -> bool:
@@ -198,12 +200,18 @@ class Processes:
         return len(recent) < self._restarts
 
     def changed(self, node: str, state: str) -> None:
-        """A process that is there and is not heard of may hang: it is given some time."""
+        """A process that is there and is not heard of may hang: it is given some time.
+
+        The network tells of a process that was killed when the next has been started, which it does not mean.
+        """
         names = next((names for names in self._processes if node in names.split(",")), None)
-        if names is not None and state == "lost" and self._restarts:
-            self._hanging.setdefault(names, time.monotonic())
-        elif names is not None:
+        if names is None:
+            return
+        if state in {"back", "returned", "recovered"}:
             self._hanging.pop(names, None)
+            self._starting.discard(names)
+        elif state == "lost" and self._restarts and names not in self._starting:
+            self._hanging.setdefault(names, time.monotonic())
 
     def _last_line(self, names: str) -> str:
         path = self._logs / f"{names.split(',', maxsplit=1)[0]}.log"

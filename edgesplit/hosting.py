@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit.admission import proof_of, read_token
-from edgesplit.errors import EdgesplitError, RunError, TaskError
+from edgesplit.errors import EdgesplitError, RunError, TaskError, Unreachable
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
@@ -26,6 +26,9 @@ from edgesplit.worker import Worker
 
 IDLE_S = 2.0
 """The pause of a node that stays before it looks for the next run."""
+
+CALL_S = 0.5
+"""How often a local node calls a broker that it cannot reach: its coordinator has, so it is coming back."""
 
 LAST_WORDS_S = 1.0
 """How long a node may take to end by itself after its stdin has closed: at a run's end both happen."""
@@ -159,6 +162,7 @@ def run_nodes(
                 keep=keep,
                 coordinator_s=coordinator_s,
                 broker_s=broker_s,
+                again=local or stay,
                 on_step=on_step,
                 say=say,
             )
@@ -185,15 +189,16 @@ def _run_once(
     keep: bool,
     coordinator_s: float,
     broker_s: float,
+    again: bool,
     on_step: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Run nodes to the end of one run."""
+    """Run nodes to the end of one run; ``again``: call a broker that cannot be reached again."""
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(access, run=run, node=name, key=key, give_up=broker_s) as transport:
+            with _connected(access, run, name, key, give_up=broker_s, again=again) as transport:
                 say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(
                     name,
@@ -222,6 +227,18 @@ def _run_once(
         if isinstance(error, EdgesplitError | KeyboardInterrupt):
             raise error
         raise RunError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _connected(access: Access, run: str, name: str, key: Key | None, *, give_up: float, again: bool) -> MqttTransport:
+    """Connect a node; ``again``: for as long as it would wait for the broker later."""
+    deadline = time.monotonic() + (give_up if again else 0.0)
+    while True:
+        try:
+            return MqttTransport(access, run=run, node=name, key=key, give_up=give_up)
+        except Unreachable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(CALL_S)
 
 
 def state_directory(run: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,29 +81,37 @@ class Logbook:
         if self._directory is None:
             return
         try:
-            if begun := record.get("base") or record.get("again"):
-                self._begin(begun[0], anew="base" in record)
-            if self._path is not None:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+            if (load := begun(record)) is not None:
+                self._begin(load, record)
+            elif self._path is not None:
+                self._append(record)
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {(error.strerror or str(error)).lower()}") from None
 
-    def _begin(self, load: int, *, anew: bool) -> None:
+    def _begin(self, load: int, record: Mapping[str, Any]) -> None:
+        """Begin a file, or go on with it; no term that was written down may be lost before this one is."""
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         self._path = self._directory / f"progress-{load}.jsonl"
+        if "base" in record:
+            partial = self._path.with_suffix(".new")
+            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            partial.replace(self._path)
+        else:
+            whole = self._path.read_bytes().rfind(b"\n") + 1
+            with self._path.open("r+b") as file:  # a line that was cut short would make one with the next
+                file.truncate(whole)
+            self._append(record)
         for path in self._directory.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and not load - KEPT < int(match[1]) <= load:
                 path.unlink()
-        if anew:
-            self._path.write_text("")
-            return
-        whole = self._path.read_bytes().rfind(b"\n") + 1
-        with self._path.open("r+b") as file:  # a line that was cut short would make one with the next
-            file.truncate(whole)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
     def read(self, load: int) -> Progress | None:
         """Return how far the run came after the weights were given out for the ``load``-th time; None: not known."""
@@ -113,18 +121,43 @@ class Logbook:
             lines = (self._directory / f"progress-{load}.jsonl").read_text(encoding="utf-8").splitlines()
         except OSError:
             return None
-        progress: Progress | None = None
-        with suppress(ValueError, KeyError, TypeError, IndexError):  # the last line may be cut short
-            for line in lines:
-                record = json.loads(line)
-                if "base" in record:
-                    progress = Progress(Point(*record["base"]), Standing(*record["standing"]))
-                    progress.cuts = [(term, Point(*point)) for term, *point in record["cuts"]]
-                elif progress is not None and "again" not in record:
-                    _take(progress, record)
-                if progress is not None:
-                    progress.term = max(progress.term, record["term"])
-        return progress
+        return progress_of(lines)
+
+    def last(self) -> tuple[int, int]:
+        """Return the last term and the next number of a micro-batch that any file tells of.
+
+        A successor that begins before the last of them must not use these again: what was sent then may still come.
+        """
+        loads = self._directory.glob("progress-*.jsonl") if self._directory is not None else ()
+        return last_of(self.read(int(match[1])) for path in loads if (match := _NAME.fullmatch(path.name)))
+
+
+def last_of(found: Iterable[Progress | None]) -> tuple[int, int]:
+    """Return the last term and the next number of a micro-batch."""
+    known = [(progress.term, progress.micro) for progress in found if progress is not None]
+    return max((term for term, _ in known), default=0), max((micro for _, micro in known), default=0)
+
+
+def begun(record: Mapping[str, Any]) -> int | None:
+    """Return the load whose records begin, or go on, with this one; None: it belongs to those of the last."""
+    point = record.get("base") or record.get("again")
+    return point[0] if point else None
+
+
+def progress_of(lines: Iterable[str]) -> Progress | None:
+    """Read the records of one load; None: they do not say where it began. The last line may be cut short."""
+    progress: Progress | None = None
+    with suppress(ValueError, KeyError, TypeError, IndexError):
+        for line in lines:
+            record = json.loads(line)
+            if "base" in record:
+                progress = Progress(Point(*record["base"]), Standing(*record["standing"]))
+                progress.cuts = [(term, Point(*point)) for term, *point in record["cuts"]]
+            elif progress is not None and "again" not in record:
+                _take(progress, record)
+            if progress is not None:
+                progress.term = max(progress.term, record["term"])
+    return progress
 
 
 def _take(progress: Progress, record: Mapping[str, Any]) -> None:

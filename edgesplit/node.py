@@ -9,22 +9,27 @@ uncommitted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.errors import FrameError
+from edgesplit.mailbox import Key, Mailbox
 from edgesplit.plan import Plan, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import DATA_KINDS, Message
 
-Key = tuple[str, int, int, int]
-
 HALTING = frozenset({"halt", "return"})
 """Questions that end whatever a node is doing."""
+
+SERVED = frozenset({"halt", "return", "fetch", "load", "insert"})
+"""Questions that a node answers; others are not ours."""
+
+MOST_REQUESTS = 1024
+"""Open questions, and words on steps that passed this node by; more are not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,7 @@ class NodeMachine:
         self._nodes = frozenset(plan.nodes())
         self._devices = frozenset(route.device for route in plan.routes)
         self._pending: deque[Action] = deque()
-        self._held: dict[Key, Message] = {}
+        self._held = Mailbox()
         self._micros: dict[int, tuple[Step, Micro]] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._steps: deque[Step] = deque()  # not yet settled, in order
@@ -171,7 +176,7 @@ class NodeMachine:
         """Take a message. Raises FrameError where a control message is malformed."""
         if message.kind in DATA_KINDS:
             if message.term >= self.term and message.sender in self._nodes:
-                self._held[message.kind, message.stage, message.micro, message.slice] = message
+                self._held.put(message)
         elif message.sender != COORDINATOR or message.term < self.term:
             return
         elif message.kind == "sheet":
@@ -180,14 +185,17 @@ class NodeMachine:
             commit = Commit.of(message.meta)
             if commit.apply and commit.step in self._left:
                 self._commits[commit.step] = message
-            elif commit.apply:
-                self._verdicts.append(commit)  # a step that passed this node by
-            else:
+            elif not commit.apply:
                 self._roll_back(commit, message.term)
-        else:
+            elif len(self._verdicts) < MOST_REQUESTS:
+                self._verdicts.append(commit)  # a step that passed this node by
+        elif message.kind in SERVED:
             if message.kind in HALTING:
                 self._halt(message.term)
-            self._requests.append(message)
+            if len(self._requests) < MOST_REQUESTS:
+                self._requests.append(message)
+        else:
+            self._held.dropped += 1
 
     def _halt(self, term: int) -> None:
         """Drop all that was planned and all that is under way: the coordinator will say where to go on."""
@@ -209,7 +217,7 @@ class NodeMachine:
         self._passing = deque(step for step in self._passing if step < commit.step)
         for step in [step for step in self._steps if step.step >= commit.step]:
             self._forget(step)
-        self._held = {key: message for key, message in self._held.items() if message.term >= term}
+        self._held.renew(term)
 
     def _take_sheet(self, sheet: Sheet) -> None:
         if strange := {device for step in sheet.steps for device in step.batches} - self._devices:
@@ -233,6 +241,20 @@ class NodeMachine:
                     self._evaluating.add(step.step)
             elif sheet.everyone and step.micros:
                 self._passing.append(step.step)
+        self._held.expect(
+            {key: sender for action in actions for key, sender in self._needs(action, by_micro[action.micro][1])},
+            max(by_micro, default=-1) + 1,
+        )
+
+    def _needs(self, action: Action, micro: Micro) -> Iterator[tuple[Key, tuple[str, str]]]:
+        """Yield the messages that an action consumes, each with who is to send it and of whose micro-batch it is."""
+        stages, (op, stage, number, part) = self._path(micro), action
+        if op == "F" and stage:
+            yield ("act", stage, number, part), (stages[stage - 1].node, micro.device)
+            if stage == len(stages) - 1:
+                yield ("target", stage, number, part), (micro.device, micro.device)
+        elif op in "BI" and stage + 1 < len(stages):
+            yield ("grad", stage, number, part), (stages[stage + 1].node, micro.device)
 
     def _forwards(self, sheet: Sheet) -> list[Action]:
         return [
@@ -376,7 +398,7 @@ class NodeMachine:
         if action.op == "F":
             sends = self._done_forward(run, outcome)
         elif action.op in "BI":
-            self._held.pop(("grad", action.stage, action.micro, action.slice), None)
+            self._held.take(("grad", action.stage, action.micro, action.slice))
             if run.to is not None:
                 weight = self._live[action.stage, action.micro].weight
                 sends = [self._data("grad", run.to, action, action.stage - 1, outcome.arrays, weight, outcome.version)]
@@ -387,7 +409,7 @@ class NodeMachine:
     def _done_forward(self, run: Run, outcome: Outcome) -> list[Send]:
         action, act = run.action, run.act
         for kind in ("act", "target"):
-            self._held.pop((kind, action.stage, action.micro, action.slice), None)
+            self._held.take((kind, action.stage, action.micro, action.slice))
         if not run.evaluate:
             sends_grad = act is not None and bool(act.meta.get("needs"))
             self._live[action.stage, action.micro] = _Live(sends_grad, bool(outcome.needs), outcome.weight)
@@ -412,7 +434,7 @@ class NodeMachine:
         last = len(stages) - 1
         send = self._data("target", stages[last].node, action, last, outcome.target or {}, outcome.weight, 0)
         if send.to == self.name:  # both ends of a U-shape: labels never leave the device
-            self._held["target", last, action.micro, action.slice] = send.message
+            self._held.put(send.message)
             return []
         return [send]
 
@@ -446,6 +468,7 @@ class NodeMachine:
         self._metrics.pop(step.step, None)
         for micro in step.micros:
             self._micros.pop(micro.micro, None)
+        self._held.forget({micro.micro for micro in step.micros})
 
     # -- messages out
 
@@ -492,7 +515,7 @@ class NodeMachine:
                 return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:
                 kind, source = "act", stages[action.stage - 1].node
-                if ("act", action.stage, action.micro, action.slice) in self._held:
+                if self._held.get(("act", action.stage, action.micro, action.slice)) is not None:
                     kind, source = "target", micro.device
             elif action.op in "BI" and action.stage + 1 < len(stages):
                 kind, source = "grad", stages[action.stage + 1].node

@@ -50,7 +50,8 @@ def snapshot(
 
 def take_up_beginning(logbook: Logbook, training: Training) -> None:
     """Put a fleet that has joined where a run was in its first round."""
-    training.take_up(1, None, logbook.read(1), Standing(training.conductor.coordinator.loss_scale.value, 0, 0, 0))
+    standing = Standing(training.conductor.coordinator.loss_scale.value, 0, 0, 0)
+    training.take_up(1, None, logbook.read(1), standing, last=logbook.last())
 
 
 def take_up(
@@ -89,7 +90,8 @@ def take_up(
     changed = changes(position, experiment)
     load = int(position.extra.get("load", 1))
     progress = logbook.read(load) if not changed else None  # the round began with other options
-    training.take_up(load, training.spread(found.nodes, training.plan), progress, standing, position.round + 1)
+    held = training.spread(found.nodes, training.plan)
+    training.take_up(load, held, progress, standing, position.round + 1, logbook.last())
     return position, changed
 
 

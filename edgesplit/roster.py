@@ -36,6 +36,14 @@ class Roster:
         self.lost.pop(node, None)
         return again
 
+    def here(self, node: str) -> bool:
+        """Return whether a node has said hello and is not missing.
+
+        It need not say it again when its connection was broken; and what tells that its former life has ended may come
+        after the new one's hello.
+        """
+        return node in self.lives and node not in self.lost
+
     def gone(self, node: str, reason: str, now: float) -> bool:
         """Note that a node cannot be reached; return whether that is news."""
         if node in self.lost:

@@ -26,6 +26,9 @@ from edgesplit.transport.base import Message
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
+MOST_BATCHES, MOST_SAMPLES = 1_000_000, 1_000_000
+"""Batches that a device may say it has in an epoch, and samples in one."""
+
 
 @dataclass(frozen=True)
 class Names:
@@ -173,6 +176,7 @@ class Training:
         progress: Progress | None,
         standing: Standing,
         number: int = 1,
+        last: tuple[int, int] = (0, 0),
     ) -> None:
         """Go on with a run that has stopped: where the nodes have kept it, or where its round began.
 
@@ -182,15 +186,16 @@ class Training:
             progress: how far it had come since; None: not known.
             standing: the coordinator's at that point.
             number: of the round.
+            last: the last term and the next number of a micro-batch, as far as they are known.
         """
         agenda = self.drawn
         self._given = {n: dict(held[n]) if held else self._initial(n) for n in self.plan.nodes()}
-        line, term, micro = Line(Point(load, agenda.step - 1), standing), 0, 0
+        line = Line(Point(load, agenda.step - 1), standing)
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
             line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
-            term, micro, self._ended = progress.term, progress.micro, list(progress.done)
-        self.conductor.resume(line, term, micro)
+            self._ended = list(progress.done)
+        self.conductor.resume(line, *last)
 
     def _initial(self, node: str) -> Arrays:
         params, buffers = self.names.of(self.plan.layers_of(node))
@@ -209,10 +214,13 @@ class Training:
 
     def _read(self, node: str, reply: Message) -> Held:
         rows = reply.meta.get("weights")
-        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 2 for row in rows):
+        if not isinstance(rows, list) or not all(map(_is_weight, rows)):
             raise RunError(f"{node!r} sent its weights in a form that is not ours: run the same version everywhere")
-        held = Held(unpack(reply.arrays), {int(layer): float(weight) for layer, weight in rows})
         params, buffers = self.names.of(self.plan.layers_of(node))
+        known = {f"{kind}/{name}" for kind, names in (("param", params), ("buffer", buffers)) for name in names}
+        known |= {f"optimizer/{name}" for name in params}
+        ours = {name: array for name, array in unpack(reply.arrays).items() if name.partition("//")[0] in known}
+        held = Held(ours, {layer: float(weight) for layer, weight in rows})
         for kind, wanted, like in (("param", params, self.params), ("buffer", buffers, self.buffers)):
             found = held.part(kind)
             for name in wanted:
@@ -382,8 +390,8 @@ class Training:
     def _learn(self, replies: Mapping[str, Message]) -> None:
         """Learn the data of devices that are new to the run."""
         for device, reply in replies.items():
-            if device not in self.drawn.sizes and (sizes := reply.meta.get("sizes")):
-                self.drawn.sizes[device], self.test_sizes[device] = list(sizes["train"]), list(sizes["test"])
+            if device not in self.drawn.sizes and reply.meta.get("sizes"):
+                self.drawn.sizes[device], self.test_sizes[device] = sizes_of(reply, "train"), sizes_of(reply, "test")
 
     def spread(self, nodes: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Arrays]:
         """What each node of a plan is to hold: what it held; of layers that are new to it, what some node held."""
@@ -475,6 +483,24 @@ class Training:
 def one_step(step: int, batches: Mapping[str, tuple[int, int]], lr: float) -> Draft:
     """A step over batches given by hand: device -> (number of the batch given, samples)."""
     return Draft(step, {device: Share(GIVEN_EPOCH, index, samples) for device, (index, samples) in batches.items()}, lr)
+
+
+def _is_weight(row: Any) -> bool:
+    """Whether a row is a layer and its weight."""
+    return isinstance(row, list) and len(row) == 2 and type(row[0]) is int and type(row[1]) in (int, float)
+
+
+def sizes_of(reply: Message, part: str) -> list[int]:
+    """Return the samples in each batch that a device says it has. Raises RunError where it says something else."""
+    sizes = (reply.meta.get("sizes") or {}).get(part)
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise RunError(f"{reply.sender!r} did not say how many samples it has: run the same version everywhere")
+    if len(sizes) > MOST_BATCHES or max(sizes, default=0) > MOST_SAMPLES:
+        raise RunError(
+            f"{reply.sender!r} says that it has {len(sizes)} batches of up to {max(sizes)} samples: "
+            f"at most {MOST_BATCHES} of {MOST_SAMPLES} are taken"
+        )
+    return sizes
 
 
 def _summary(number: int, done: Sequence[StepDone], seconds: float) -> RoundDone:

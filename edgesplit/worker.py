@@ -13,9 +13,10 @@ from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import CoordinatorGone, EdgesplitError, RunError, TransportError, TransportTimeout, notes
+from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout, notes
 from edgesplit.journal import Journal
 from edgesplit.kit import Kit
+from edgesplit.member import Begin, End, Member, Notice
 from edgesplit.node import NodeMachine, Run, Work
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Send
@@ -25,6 +26,10 @@ from edgesplit.transport.base import DATA_KINDS, Inbox, Message, Transport
 
 PROBE_S = 10.0
 """How long a node waits for its neighbours' transports to answer: a broker's rule may swallow a topic silently."""
+
+
+MOST_DUE = 65_536
+"""Messages that an emulated link holds, at most; more arrive at once."""
 
 
 class Worker:
@@ -60,12 +65,11 @@ class Worker:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
-        self._transport, self._kit, self._facts, self._clock = transport, kit, facts or {}, clock
-        self._on_step, self._state, self._coordinator_s = on_step, state, coordinator_s
-        self._life, self._say = secrets.token_hex(8), say
-        self._proof = {"admission": prove(self._life)} if prove is not None else {}
-        self._coordinator: str | None = None  # the boot of the one that is there
-        self._gone: tuple[float, str] | None = None  # since when it is not (monotonic), and why
+        self._transport, self._kit, self._clock = transport, kit, clock
+        self._on_step, self._state, self._say = on_step, state, say
+        life = secrets.token_hex(8)
+        known = {**(facts or {}), **({"admission": prove(life)} if prove is not None else {})}
+        self._member = Member(name, life, known, coordinator_s=coordinator_s)
         self._journal: Journal | None = None
         self._machine: NodeMachine | None = None
         self._engine: Engine | None = None
@@ -83,7 +87,7 @@ class Worker:
             EdgesplitError: the node cannot go on, and the coordinator has been told; or that has told of an error.
         """
         inbox = self._transport.mailbox(self.name)
-        self._greet()
+        self._tell(self._member.greet())
         try:
             while not self._stopped:
                 self._turn(inbox)
@@ -115,10 +119,9 @@ class Worker:
             try:
                 self._receive(inbox.get(self._patience_left(), what or "the coordinator"))
             except TransportTimeout:
-                if self._gone is not None:
-                    self._leave()
+                self._member.check(time.monotonic())
                 # As long as the coordinator is there, it is the one to judge; the transport tells when it is not.
-                elif (what is not None and self._coordinator is None) or inbox.failed:
+                if (what is not None and self._member.coordinator is None) or inbox.failed:
                     raise
             return
         pause = self._due[0][0] - self._clock()
@@ -131,15 +134,7 @@ class Worker:
                 self._overslept(self._clock() - self._due[0][0])
 
     def _patience_left(self) -> float:
-        if self._gone is None:
-            return self.patience
-        return min(self._gone[0] + self._coordinator_s - time.monotonic(), self.patience)
-
-    def _leave(self) -> None:
-        if self._gone is not None and time.monotonic() - self._gone[0] >= self._coordinator_s:
-            raise CoordinatorGone(
-                f"the coordinator is gone ({self._gone[1]}) and did not come back within {self._coordinator_s:g} s"
-            )
+        return min(self._member.deadline() - time.monotonic(), self.patience)
 
     def _overslept(self, seconds: float) -> None:
         if self._emulator is not None:
@@ -148,45 +143,29 @@ class Worker:
     # -- messages
 
     def _receive(self, message: Message) -> None:
-        if message.kind == "status":
-            self._status(message)
-        elif message.kind == "refused":
-            self._refused(message)
-        elif message.kind in DATA_KINDS and self._emulator is not None:
+        for effect in self._member.receive(message, time.monotonic()):
+            if isinstance(effect, Send):
+                self._tell(effect)
+            elif isinstance(effect, Begin):
+                self._assign(effect.message)
+            elif isinstance(effect, End):
+                self._stop(effect.message)
+            elif isinstance(effect, Notice):
+                self._say(f"{self.name}: {effect.text}")
+            else:
+                self._heed(effect.message)
+
+    def _heed(self, message: Message) -> None:
+        if message.kind in DATA_KINDS and self._emulator is not None and len(self._due) < MOST_DUE:
             due = self._emulator.due(message)
             self._taken += 1
             heapq.heappush(self._due, (due, self._taken, message))
-        elif message.sender == COORDINATOR and message.kind == "assign":
-            self._assign(message)
-        elif message.sender == COORDINATOR and message.kind == "stop":
-            self._stop(message)
-        elif message.sender == COORDINATOR and message.kind == "notice":
-            self._say(f"{self.name}: {message.meta.get('text')}")
         elif self._machine is not None:
             self._machine.receive(message)
 
     def _deliver_due(self) -> None:
         while self._machine is not None and self._due and self._due[0][0] <= self._clock():
             self._machine.receive(heapq.heappop(self._due)[2])
-
-    def _status(self, message: Message) -> None:
-        if message.sender != COORDINATOR:
-            return
-        if message.meta.get("state") == "offline":
-            self._gone = time.monotonic(), str(message.meta.get("reason") or "its connection closed")
-            return
-        boot, self._gone = str(message.meta.get("boot")), None
-        if self._coordinator not in (None, boot):
-            self._greet()  # it was started again, and knows nobody
-        self._coordinator = boot
-
-    def _greet(self) -> None:
-        self._tell("hello", {**self._facts, **self._proof, "life": self._life})
-
-    def _refused(self, message: Message) -> None:
-        """A neighbour that refuses fails the probe, by name."""
-        if message.sender == COORDINATOR and self._machine is None:
-            raise RunError(f"no way to the coordinator: {message.meta.get('reason')}")
 
     def _assign(self, message: Message) -> None:
         assignment = Assignment.of(message.meta)
@@ -208,7 +187,7 @@ class Worker:
         if assignment.emulate is not None:
             self._emulator = Emulator(self.name, assignment.emulate)
         told = {"sizes": self._engine.sizes(), **self._engine.kept()}
-        self._tell("assigned", {"request": message.meta.get("request"), **told})
+        self._tell(self._word("assigned", {"request": message.meta.get("request"), **told}))
 
     def _open_journal(self, assignment: Assignment, kit: Kit) -> None:
         if self._journal is not None:
@@ -256,12 +235,15 @@ class Worker:
         events, self._events = self._events, []
         return {"events": [[str(e.action), e.start, e.end, e.step, e.version] for e in events]}
 
-    def _tell(self, kind: str, meta: Mapping[str, Any]) -> None:
-        self._transport.send(COORDINATOR, Message(kind=kind, sender=self.name, meta=meta))
+    def _word(self, kind: str, meta: Mapping[str, Any]) -> Send:
+        return Send(COORDINATOR, Message(kind=kind, sender=self.name, meta=meta))
+
+    def _tell(self, send: Send) -> None:
+        self._transport.send(send.to, send.message)
 
     def _last_words(self, kind: str, meta: Mapping[str, Any]) -> None:
         try:
-            self._tell(kind, meta)
+            self._tell(self._word(kind, meta))
             self._transport.flush(5.0)
         except TransportError:
             return  # the coordinator is gone or the network is: there is nobody left to tell

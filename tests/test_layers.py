@@ -28,7 +28,7 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "replanning", "emulation", "transport", "segments.masks", "sharing",
+        "replanning", "emulation", "mailbox", "member", "transport", "segments.masks", "sharing",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},

@@ -235,6 +235,10 @@ class Endpoint:
         """Drop what is waiting for a node that will not come back."""
         self._link.forget(node)
 
+    def away(self, node: str) -> bool:
+        """Whether a node was there and is not now."""
+        return self._presence.away(node)
+
     def last_seen(self, node: str) -> float | None:
         """When something was last heard of a node, on the clock of ``now``; None: never."""
         return self._presence.last_seen(node)

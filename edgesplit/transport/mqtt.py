@@ -18,7 +18,7 @@ from paho.mqtt import client as paho
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.errors import FrameError, TransportError, TransportTimeout, Unreachable
 from edgesplit.transport import frames
 from edgesplit.transport.access import VERSIONS, Access
 from edgesplit.transport.address import unreachable
@@ -40,6 +40,9 @@ PACKET = 256 << 10
 LEAST_CHUNK = 1024
 SHORTER = (60 << 10, 15 << 10)
 """Bytes of the chunks that are tried where the broker swallows one of the full size."""
+
+AWAY_S = 60.0
+"""How long a probe waits for those that are away, beside its own time."""
 
 KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
@@ -153,10 +156,13 @@ class MqttTransport:
             self._probe_own_topic()
             self._claim_name()
         except BaseException as error:
+            broke = self._answers.lost is not None and isinstance(error, TransportError)
             self._drop(self._client)
             self._pump.close()
-            if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
+            if broke and self._access.shares_ids:
                 raise self._thrown_out() from None
+            if broke:
+                raise Unreachable(str(error)) from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -215,7 +221,7 @@ class MqttTransport:
             for peer in sorted(wanted):
                 self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
-            if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
+            if not self._wait_for_answers(wanted, timeout):
                 silent = sorted(wanted - self._reached)
                 for known in silent:
                     if known in self._refused:
@@ -225,6 +231,16 @@ class MqttTransport:
                     f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
                     f"{self.node!r} publish there?"
                 )
+
+    def _wait_for_answers(self, wanted: set[str], timeout: float) -> bool:
+        """The time without a connection, or until one that is being started again is back, does not count."""
+        left, longest = timeout, time.monotonic() + timeout + AWAY_S
+        while (began := time.monotonic()) < longest and left > 0:
+            if self._progress.wait_for(lambda: wanted <= self._reached, min(left, 0.25)):
+                return True
+            if self._connected and not any(map(self._endpoint.away, wanted - self._reached)):
+                left -= time.monotonic() - began
+        return False
 
     def forget(self, node: str) -> None:
         """Drop what is waiting for a node that will not come back."""
@@ -287,7 +303,7 @@ class MqttTransport:
             if silent := time.monotonic() - began >= self._timeout:
                 break
         what = f"does not answer within {self._timeout:g} s" if silent else "hangs up"
-        raise TransportError(
+        raise Unreachable(
             f"{self._address} took the connection but {what} in MQTT {' or '.join(versions)}: "
             "is it a broker's port, and the right one for this url?"
         )

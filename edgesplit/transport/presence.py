@@ -117,6 +117,11 @@ class Presence:
         node = self._nodes.get(name)
         return node is not None and not node.online and node.reason == CLOSED
 
+    def away(self, name: str) -> bool:
+        """Whether a node was there and is not now."""
+        node = self._nodes.get(name)
+        return node is not None and not node.online
+
     def _online(self, name: str, node: _Node | None, boot: int, now: float) -> Iterator[Message]:
         if node is not None and node.online and node.boot == boot:
             node.seen, node.gone_at = now, math.inf

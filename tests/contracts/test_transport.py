@@ -531,6 +531,20 @@ def test_a_topic_that_an_access_rule_swallows_is_named(
             a.probe(["c"], 0.5)
 
 
+def test_a_probe_waits_for_one_that_is_started_again(mosquitto: Mosquitto) -> None:
+    run = f"probe-{next(RUNS)}"
+    with MqttTransport(mosquitto.url, run=run, node="a") as a:
+        with MqttTransport(mosquitto.url, run=run, node="b"):
+            status_of(a.mailbox("a"), "b", "online")
+        status_of(a.mailbox("a"), "b", "offline")
+        later = threading.Timer(2.0, lambda: opened.append(MqttTransport(mosquitto.url, run=run, node="b")))
+        opened: list[MqttTransport] = []
+        later.start()
+        a.probe(["b"], 1.0)  # its second begins when the other is there
+        later.join()
+        opened[0].close()
+
+
 def test_a_packet_limit_is_obeyed_or_named(start_mosquitto: Callable[..., Mosquitto]) -> None:
     values = np.arange(40_000, dtype=np.float32)
     broker = start_mosquitto(["max_packet_size 9000"])

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tests.virtual.ledger import ledgers
+from tests.virtual.recover import recover
 from tests.virtual.trial import trial
 
-KINDS: dict[str, Callable[[int], object]] = {"train": trial, "ledgers": ledgers}
+KINDS: dict[str, Callable[[int], object]] = {"train": trial, "recover": recover, "ledgers": ledgers}
 BLOCK = 100
 
 

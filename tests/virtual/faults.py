@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from edgesplit.task import COORDINATOR
+
 STRIKES = ("reset", "cut", "long cut", "broker", "broker", "broker power")
 
 
@@ -17,6 +19,9 @@ class Faults:
         loss, repeat, reorder, spike, garble: chances of a packet; a spike is a delay of up to ``far`` seconds.
         strikes: packet number -> what happens then.
         crashes: packet number -> the process that crashes (it loses all but its disk).
+        aims: (kind, n) -> the process that crashes when the n-th message of this kind is about to be sent; None: its
+            sender.
+        wipe: chance that a crash takes a node's disk along.
         calm: seconds after which all is well again.
     """
 
@@ -28,6 +33,8 @@ class Faults:
     far: float = 0.3
     strikes: dict[int, str] = field(default_factory=dict)
     crashes: dict[int, str] = field(default_factory=dict)
+    aims: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    wipe: float = 0.0
     calm: float = 10.0
 
     @property
@@ -51,3 +58,27 @@ def draw_faults(rng: Random, crashing: Sequence[str] = ()) -> Faults:
         },
         calm=rng.choice([2.0, 5.0, 10.0, 20.0]),
     )
+
+
+AIMED = ("assign", "assigned", "halt", "halted", "return", "returned", "load", "loaded", "sheet", "report", "commit")
+AIMED += ("fetch", "fetched", "act", "grad")
+
+
+def draw_crashes(rng: Random, nodes: Sequence[str]) -> Faults:
+    """A quiet network or a faulty one, and processes that crash: at any time, one soon after another, in recovery."""
+    faults = draw_faults(rng) if rng.random() < 0.5 else Faults(calm=rng.choice([5.0, 10.0, 20.0]))
+    everybody = [*nodes, COORDINATOR, COORDINATOR]
+    last = rng.choice([60, 200, 600])
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        at = rng.randint(1, last)
+        faults.crashes[at] = rng.choice(everybody)
+        while rng.random() < 0.4:
+            at += rng.randint(1, 60)
+            faults.crashes[at] = rng.choice(everybody)
+    for _ in range(rng.choice([0, 0, 1, 2, 3])):
+        who = rng.choice([None, None, COORDINATOR, *nodes])
+        faults.aims[rng.choice(AIMED), rng.choice([1, 1, 2, 2, 3, 4, 6, 9])] = who
+    if rng.random() < 0.2:
+        faults.strikes[rng.randint(1, last)] = "power cut"
+    faults.wipe = rng.choice([0.0, 0.0, 0.1, 0.3])
+    return faults

@@ -61,7 +61,7 @@ class Case:
     def synchronous(self) -> bool:
         return METHODS[self.method].synchronous
 
-    def coordinator(self) -> Coordinator:
+    def coordinator(self, first_request: int = 1) -> Coordinator:
         return Coordinator(
             self.plan,
             self.cutting,
@@ -71,6 +71,7 @@ class Case:
             loss_scale=replace(self.scale),
             max_skipped=self.max_skipped,
             step_timeout=math.inf,
+            first_request=first_request,
         )
 
     def machine(self, name: str, barrier: bool) -> NodeMachine:
@@ -121,6 +122,11 @@ def updated(weight: int, gradient: int, total: float, lr: float, clip: float) ->
     """Not additive: the same gradients in other steps, or steps in another order, give another weight."""
     rate = round(lr * 1000) * 2 + round(clip * 2**20)
     return (weight * 6364136223846793005 + gradient * 1442695040888963407 + int(total) * 97 + rate) & MASK
+
+
+def push(step: int, layer: int, *where: Any) -> int:
+    """What an asynchronous update adds to a layer: the sum tells which were made, in whatever order."""
+    return number("push", step, layer, *where)
 
 
 def square_of(gradient: int) -> float:
@@ -301,8 +307,10 @@ class IntEngine:
         if not self.case.synchronous:
             assert run.micro is not None
             self.pending.pop((stage, run.action.micro))
+            where = (run.micro.device, *run.step.batches[run.micro.device], run.micro.start, run.micro.stop)
             for layer in self.span(run):
                 self.counted[stage, run.action.micro, step, layer] += 1
+                self.weights[layer] = (self.weights[layer] + push(step, layer, *where)) & MASK
             return Outcome()
         clip = 1.0
         assert self.reckoned.get(step, self.loss_scale) == self.loss_scale, "a step's own scale until its update"
@@ -406,6 +414,7 @@ class IntEngine:
         self.total = dict.fromkeys(self.layers, 0.0)
         self.loss_scale = message.meta.get("loss_scale", self.loss_scale)
         self.point = point_of(message.meta["point"])
+        self.disk.forget_after(Point(self.point.load, self.point.step - 1))  # what was kept before was taken back
         self.keep(self.point, message.term)
         self.disk.flush()
         return Outcome()

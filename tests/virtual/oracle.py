@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from edgesplit.sheets import Draft, Share
-from tests.virtual.fleet import MASK, Case, initial, loss_of, number, square_of, through, updated, weight_of
+from tests.virtual.fleet import MASK, Case, initial, loss_of, number, push, square_of, through, updated, weight_of
 
 
 def present(draft: Draft) -> dict[str, Share]:
@@ -53,6 +53,15 @@ class Oracle:
                     for layer in range(start, stop):
                         wanted[node, draft.step, layer] += len(self.pieces(share.samples))
         return wanted
+
+    def push(self, drafts: Sequence[Draft]) -> None:
+        """Make an asynchronous method's updates: what they add up to is the same in any order."""
+        for draft in drafts:
+            for device, share in present(draft).items():
+                for start, stop in self.pieces(share.samples):
+                    where = (device, share.epoch, share.index, start, stop)
+                    for node, layer, _ in self.run(*where)[1]:
+                        self.weights[node, layer] = (self.weights[node, layer] + push(draft.step, layer, *where)) & MASK
 
     def evaluate(self, draft: Draft) -> dict[str, tuple[float, float]]:
         found = {}

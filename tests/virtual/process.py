@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgesplit.errors import FrameError
 from edgesplit.protocol import Send
@@ -16,21 +16,31 @@ from edgesplit.transport.reliable import Publish, Settings
 from tests.virtual.world import RUN, WALL, Client, World
 
 
+class Write(NamedTuple):
+    """Among the messages that a program sends: something that it does to its disk in that moment."""
+
+    do: Callable[[], None]
+    to: str = ""
+
+
+Out = Send | Write
+
+
 class Program(Protocol):
     """What a process runs: messages and the time go in, messages come out.
 
     A program that is to survive a crash keeps what it needs in the ``disk`` (a dict) that it was made with.
     """
 
-    def on_start(self, now: float) -> Sequence[Send]:
+    def on_start(self, now: float) -> Sequence[Out]:
         """The process is connected for the first time."""
         ...
 
-    def on_message(self, message: Message, now: float) -> Sequence[Send]: ...
+    def on_message(self, message: Message, now: float) -> Sequence[Out]: ...
 
     def next_deadline(self) -> float: ...
 
-    def on_tick(self, now: float) -> Sequence[Send]: ...
+    def on_tick(self, now: float) -> Sequence[Out]: ...
 
     def waits_for(self) -> object:
         """What it waits for, to be named where a run is stuck."""
@@ -115,16 +125,26 @@ class Process:
         self._armed, now = math.inf, self.world.now
         if self.connected and self.endpoint.next_deadline() <= now:
             self._perform(self.endpoint.tick(now, WALL + now + self.client.skew))
-        if self.program.next_deadline() <= now:
+        if self.program.next_deadline() <= now and not self.client.dead:
             self._send(self.program.on_tick(now))
         self._work()
 
-    def _send(self, sends: Sequence[Send]) -> None:
-        endpoint, now = self.endpoint, self.world.now
+    def _send(self, sends: Sequence[Out]) -> None:
+        """Send and write in this order; the process may crash before any of it."""
+        endpoint, world, now = self.endpoint, self.world, self.world.now
         for to, group in groupby(sends, key=lambda send: send.to):
-            outgoing = endpoint.pack(to, [self._numbered(to, send.message) for send in group])
-            for chunk in endpoint.cut(to, outgoing, self._chunk_size):
-                self._perform(endpoint.send(to, chunk, now))
+            outs = list(group)
+            messages = [self._numbered(to, out.message) for out in outs if isinstance(out, Send)]
+            if world.aims:
+                world.about_to_send(self.name, messages)
+            if self.client.dead:
+                return
+            for out in outs:
+                if isinstance(out, Write):
+                    out.do()
+            if messages:
+                for chunk in endpoint.cut(to, endpoint.pack(to, messages), self._chunk_size):
+                    self._perform(endpoint.send(to, chunk, now))
 
     def _numbered(self, to: str, message: Message) -> Message:
         self._sent[to] = number = self._sent.get(to, self.life << 32) + 1

@@ -3,58 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, Replied, StepDone
-from edgesplit.node import Work
+from edgesplit.coordinator import Coordinator, Effect, Failed, Noted, Replied, StepDone
+from edgesplit.member import Begin, Heed, Member
+from edgesplit.node import NodeMachine, Work
 from edgesplit.protocol import Commit, Send
+from edgesplit.recovery import Line
 from edgesplit.sheets import Draft
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
-from tests.virtual.fleet import Case, IntEngine
-
-HELLO = "hello"
+from tests.virtual.fleet import Case, Disk, IntEngine
+from tests.virtual.process import Out, Write
 
 
 class NodeProgram:
-    """One node's machine and engine, and the time that its work takes. Keeps nothing on its disk yet."""
+    """One life of a node: it joins, is assigned its part, and works; the time that this takes.
 
-    def __init__(
-        self, name: str, case: Case, disk: dict[str, Any], *, barrier: bool, scale: float, rng: Random, slow: float
-    ) -> None:
-        self.name, self.disk = name, disk
-        self.engine = IntEngine(name, case, scale)
-        self.machine = self.engine.machine(barrier)
-        self._rng, self._slow = rng, slow
+    On its disk: what it has kept, to come back to.
+    """
+
+    def __init__(self, name: str, case: Case, disk: dict[str, Any], *, life: int, rng: Random, slow: float) -> None:
+        self.name, self._case, self._rng, self._slow = name, case, rng, slow
+        self._disk: Disk = disk.setdefault("kept", Disk())
+        self._disk.crash(rng)
+        self._member = Member(name, str(life))
+        self.engine: IntEngine | None = None
+        self.machine: NodeMachine | None = None
+        self._inbox: deque[Message] = deque()
         self._busy_until = math.inf
         self._sends: Sequence[Send] | None = None  # of the work that is being done
 
-    def on_start(self, now: float) -> Sequence[Send]:
-        return [Send(COORDINATOR, Message(kind=HELLO, sender=self.name))]
+    def on_start(self, now: float) -> Sequence[Out]:
+        return [self._member.greet()]
 
-    def on_message(self, message: Message, now: float) -> Sequence[Send]:
-        if message.kind == "status":
-            return ()
-        self.machine.receive(message)
+    def on_message(self, message: Message, now: float) -> Sequence[Out]:
+        self._inbox.append(message)
         return self._go(now) if self._sends is None else ()
 
     def next_deadline(self) -> float:
         return self._busy_until
 
-    def on_tick(self, now: float) -> Sequence[Send]:
+    def on_tick(self, now: float) -> Sequence[Out]:
         sends, self._sends, self._busy_until = self._sends or (), None, math.inf
         return [*sends, *self._go(now)]
 
     def waits_for(self) -> object:
-        return self.machine.waiting_for()
+        return self.machine.waiting_for() if self.machine is not None else "its assignment"
 
-    def _go(self, now: float) -> Sequence[Send]:
-        sends: list[Send] = []
-        while (work := self.machine.next()) is not None:
+    def _go(self, now: float) -> Sequence[Out]:
+        sends: list[Out] = []
+        while self._inbox:
+            sends += self._receive(self._inbox.popleft(), now)
+        while self.machine is not None and (work := self.machine.next()) is not None:
             made = self.do(work)
             if self._slow:
                 self._sends, self._busy_until = made, now + self._slow * self._rng.random()
@@ -62,7 +69,27 @@ class NodeProgram:
             sends += made
         return sends
 
+    def _receive(self, message: Message, now: float) -> list[Out]:
+        sends: list[Out] = []
+        for effect in self._member.receive(message, now):
+            if isinstance(effect, Send):
+                sends.append(effect)
+            elif isinstance(effect, Begin):
+                sends.append(self._begin(effect.message))
+            elif isinstance(effect, Heed) and self.machine is not None:
+                self.machine.receive(effect.message)
+        return sends
+
+    def _begin(self, message: Message) -> Send:
+        self.engine = IntEngine(self.name, self._case, message.meta["loss_scale"], self._disk)
+        self.machine = self.engine.machine(message.meta["barrier"])
+        self.machine.term = message.term
+        meta = {"request": message.meta["request"], **self.engine.told()}
+        return Send(COORDINATOR, Message(kind="assigned", sender=self.name, meta=meta))
+
     def do(self, work: Work) -> Sequence[Send]:
+        assert self.machine is not None
+        assert self.engine is not None
         return self.machine.done(work, self.engine.execute(work))
 
 
@@ -71,6 +98,7 @@ class Train:
     """An order of the script: issue these sheets one right after the other; answered with their steps."""
 
     sheets: Sequence[Sequence[Draft]]
+    evaluate: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,83 +109,120 @@ class Ask:
     to: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]]
 
 
-Script = Generator[Train | Ask, Any, None]
+@dataclass(frozen=True)
+class Resume:
+    """An order of the script: take up a run that has stopped; answered with nothing."""
+
+    line: Line
+    term: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """An order of the script: write something to the disk."""
+
+    do: Callable[[], None]
+
+
+Order = Train | Ask | Resume | Save
+Script = Generator[Order, Any, None]
 
 
 class CoordinatorProgram:
-    """The coordinator, and a script in place of a session. It begins when all nodes have said hello.
+    """One life of the coordinator, and a script in place of a session. It begins when all nodes have said hello.
 
     Args:
-        heed: hear of lost nodes; a coordinator that cannot go on without one then ends the run.
+        note: writes down what a successor needs; None: there will be none.
+        told: each commit that it decides on.
     """
 
-    def __init__(self, coordinator: Coordinator, script: Script, *, heed: bool = False) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        script: Script,
+        *,
+        note: Callable[[Mapping[str, Any]], None] | None = None,
+        told: Callable[[Commit], None] = lambda commit: None,
+    ) -> None:
         self.coordinator, self.done = coordinator, False
-        self.committed: dict[int, bool] = {}
-        self.clips: dict[int, float] = {}
-        self._script, self._heed = script, heed
-        self._missing = set(coordinator.plan.nodes())
-        self._order: Train | Ask | None = None
+        self._script, self._write_down, self._told = script, note, told
+        self._order: Order | None = None
         self._steps: list[StepDone] = []
         self._reply: Mapping[str, Message] | None = None
 
-    def on_start(self, now: float) -> Sequence[Send]:
+    def on_start(self, now: float) -> Sequence[Out]:
         return ()
 
-    def on_message(self, message: Message, now: float) -> Sequence[Send]:
-        if message.kind == "status" and not self._heed:
-            return ()
-        if message.kind == HELLO:
-            self._missing.discard(message.sender)
-            return self._proceed(now) if not self._missing and self._order is None else ()
-        sends = self._act(self.coordinator.receive(message, now))
-        if not self.coordinator.busy and self._order is not None and not self.done:
-            sends += self._proceed(now)
-        return sends
+    def on_message(self, message: Message, now: float) -> Sequence[Out]:
+        self._check_answer(message)
+        outs = self._act(self.coordinator.receive(message, now))
+        if self._order is None and self._missing():
+            return outs
+        if not self.coordinator.busy and not self.done:
+            outs += self._proceed(now)
+        return outs
+
+    def _check_answer(self, message: Message) -> None:
+        """No answer to one question is taken for one to another."""
+        c, number = self.coordinator, message.meta.get("request")
+        for request in [*c._requests.values(), *([c._recovery] if c._recovery else [])]:
+            if number == request.asking and message.sender in request.asked:
+                assert message.kind == f"{request.asked[message.sender][0]}ed", (
+                    f"{message.kind} answers {request.asked}"
+                )
+
+    def _missing(self) -> list[str]:
+        """Who has not joined, as in Conductor.join."""
+        return [node for node in self.coordinator.plan.nodes() if not self.coordinator.roster.here(node)]
 
     def next_deadline(self) -> float:
         return math.inf
 
-    def on_tick(self, now: float) -> Sequence[Send]:
+    def on_tick(self, now: float) -> Sequence[Out]:
         return self._act(self.coordinator.tick(now))
 
     def waits_for(self) -> object:
-        return self._order if not self._missing else f"the hello of {sorted(self._missing)}"
+        return f"the hello of {self._missing()}" if self._order is None else (self._order, self.coordinator._missing())
 
-    def _proceed(self, now: float) -> list[Send]:
+    def _proceed(self, now: float) -> list[Out]:
         """Go on with the script until something is to be waited for."""
-        sends: list[Send] = []
+        outs: list[Out] = []
         while not self.coordinator.busy:
-            answer = self._steps if isinstance(self._order, Train) else self._reply
+            answer = self._reply if isinstance(self._order, Ask) else self._steps
             self._steps, self._reply = [], None
             try:
                 self._order = self._script.send(answer if self._order is not None else None)
             except StopIteration:
                 self.done = True
                 break
-            if isinstance(self._order, Train):
-                for drafts in self._order.sheets:
-                    sends += self._act(self.coordinator.issue(drafts, now))
-            else:
-                sends += self._act(self.coordinator.request(self._order.kind, self._order.to, now)[1])
-        return sends
+            outs += self._begin(self._order, now)
+        return outs
 
-    def _act(self, effects: Sequence[Effect]) -> list[Send]:
-        sends: list[Send] = []
+    def _begin(self, order: Order, now: float) -> list[Out]:
+        coordinator = self.coordinator
+        if isinstance(order, Save):
+            return [Write(order.do)]
+        if isinstance(order, Ask):
+            return self._act(coordinator.request(order.kind, order.to, now)[1])
+        if isinstance(order, Resume):
+            return self._act(coordinator.resume(order.line, order.term, order.micro, now))
+        issued = [self._act(coordinator.issue(d, now, evaluate=order.evaluate)) for d in order.sheets if d]
+        return [out for outs in issued for out in outs]
+
+    def _act(self, effects: Sequence[Effect]) -> list[Out]:
+        outs: list[Out] = []
         for effect in effects:
             if isinstance(effect, Send):
                 if effect.message.kind == "commit":
-                    self._note(Commit.of(effect.message.meta))
-                sends.append(effect)
+                    self._told(Commit.of(effect.message.meta))
+                outs.append(effect)
             elif isinstance(effect, StepDone):
                 self._steps.append(effect)
             elif isinstance(effect, Replied):
                 self._reply = effect.replies
-        for effect in effects:
-            if isinstance(effect, Failed):
+            elif isinstance(effect, Noted) and self._write_down is not None:
+                outs.append(Write(partial(self._write_down, effect.record)))
+            elif isinstance(effect, Failed):
                 raise effect.error
-        return sends
-
-    def _note(self, told: Commit) -> None:
-        assert self.committed.setdefault(told.step, told.apply) == told.apply, "one verdict on a step"
-        assert self.clips.setdefault(told.step, told.clip) == told.clip
+        return outs

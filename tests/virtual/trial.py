@@ -9,7 +9,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from edgesplit.coordinator import StepDone
+from edgesplit.coordinator import Coordinator, StepDone
+from edgesplit.protocol import Commit
 from edgesplit.sheets import Draft
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.reliable import Settings
@@ -47,11 +48,12 @@ class Trial:
         self._settings = replace(rng.choice(SETTINGS))
         self._hasty = rng.random() < 0.2
         self._slow: dict[str, float] = {}
-        barrier = self.case.coordinator().barrier
+        self.committed: dict[int, bool] = {}
+        self.clips: dict[int, float] = {}
         self.world.add(COORDINATOR, self._coordinator)
         for name in self.case.plan.nodes():
             self._slow[name] = 0.0 if self._hasty else 10 ** rng.uniform(-4, -1.3)
-            self.world.add(name, self._node(name, barrier), frozenset({COORDINATOR}))
+            self.world.add(name, self._node(name), frozenset({COORDINATOR}))
 
     @property
     def case(self) -> Case:
@@ -75,6 +77,7 @@ class Trial:
             left = {part: held for part in MEMORY if (held := getattr(program.machine, part))}
             assert not left, f"{name} still holds {left}"
             engine = program.engine
+            assert engine is not None
             assert not any((engine.undo, engine.live, engine.sums, engine.pending)), f"{name} has not finished"
         assert not self.driver.coordinator.busy
 
@@ -86,21 +89,34 @@ class Trial:
 
     # Processes
 
-    def _node(self, name: str, barrier: bool) -> Any:
+    def _node(self, name: str) -> Any:
         def make(client: Client, disk: dict[str, Any]) -> Process:
-            rng, slow, scale = self.world.rng, self._slow[name], self.case.scale.value
-            program = NodeProgram(name, self.case, disk, barrier=barrier, scale=scale, rng=rng, slow=slow)
+            life, rng, slow = self.world.lives[name], self.world.rng, self._slow[name]
+            program = NodeProgram(name, self.case, disk, life=life, rng=rng, slow=slow)
             return Process(self.world, name, client, program, self._chunk_size, self._settings)
 
         return make
 
     def _coordinator(self, client: Client, disk: dict[str, Any]) -> Process:
-        program = CoordinatorProgram(self.case.coordinator(), self._script())
+        program = CoordinatorProgram(self._lenient(), self._script(), told=self._note)
         return Process(self.world, COORDINATOR, client, program, self._chunk_size, self._settings)
+
+    def _lenient(self) -> Coordinator:
+        """One that ends no run for a broken connection."""
+        coordinator = self.case.coordinator()
+        coordinator.on_lost, coordinator.patience = "wait", math.inf
+        return coordinator
+
+    def _note(self, told: Commit) -> None:
+        assert self.committed.setdefault(told.step, told.apply) == told.apply, "one verdict on a step"
+        assert self.clips.setdefault(told.step, told.clip) == told.clip
 
     # The script, and what must come of it
 
     def _script(self) -> Script:
+        coordinator = self.driver.coordinator
+        meta = {"barrier": coordinator.barrier, "loss_scale": coordinator.loss_scale.value}
+        yield Ask("assign", {node: (meta, {}) for node in self.case.plan.nodes()})
         *rounds, last = self.tiny.rounds
         for sheets in rounds:
             yield from self._train(sheets)
@@ -117,12 +133,13 @@ class Trial:
         else:
             assert [step.step for step in done] == [draft.step for draft in drafts]
             self.wanted += self.oracle.updates(drafts)
+            self.oracle.push(drafts)
 
     def _compare(self, drafts: Sequence[Draft], done: Sequence[StepDone]) -> None:
         """Every micro-batch counts once: replay the steps and compare what was said of each."""
         assert [step.step for step in done] == [draft.step for draft in drafts]
         for draft, step in zip(drafts, done, strict=True):
-            clip = self.driver.clips.get(draft.step, 1.0)
+            clip = self.clips.get(draft.step, 1.0)
             counts, loss, total, norm = self.oracle.step(draft, clip)
             assert step.applied == counts
             assert step.samples == sum(share.samples for share in present(draft).values())
@@ -138,7 +155,6 @@ class Trial:
         held = yield Ask("fetch", {node: ({}, {}) for node in nodes})
         if not self.case.synchronous:
             self._check_counts()
-            return
         values = {(node, int(name)): value for node in nodes for name, value in unwrap(held[node]).items()}
         weights = {(node, layer): w for node in nodes for layer, w in held[node].meta["weights"]}
         assert values == oracle.weights, "the weights are those of one process"
@@ -148,6 +164,7 @@ class Trial:
         """Asynchronous: the weights depend on the order, but every update of every micro-batch is made once."""
         found: Counter[tuple[str, int, int]] = Counter()
         for name, program in self.nodes.items():
+            assert program.engine is not None
             assert set(program.engine.counted.values()) <= {1}
             found.update((name, step, layer) for _, _, step, layer in program.engine.counted)
         assert found == self.wanted

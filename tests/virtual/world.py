@@ -11,10 +11,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from edgesplit.task import COORDINATOR
+from edgesplit.transport.base import Message
 from tests.virtual.faults import Faults
 from tests.virtual.fleet import Stuck
 
@@ -64,6 +66,8 @@ class World:
         self.lives: dict[str, int] = {}
         self.disks: dict[str, dict[str, Any]] = {}
         self.broker_up = True
+        self.aims = dict(faults.aims)
+        self._kinds: Counter[str] = Counter()  # messages that were about to be sent
         self._makers: dict[str, Callable[[Client, dict[str, Any]], Process]] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -112,15 +116,18 @@ class World:
         client.process = self.processes[name] = self._makers[name](client, self.disks[name])
         self.at(self.now + 0.05 * self._random(), self._connect, client, 0.05)
 
-    def crash(self, name: str, down: float, *, power: bool = False) -> None:
+    def crash(self, name: str, down: float, *, power: bool = False, wipe: bool = False) -> None:
         """End a process without a word and start it again after ``down`` seconds, with an empty memory.
 
         A power cut takes its socket along, so that the broker notices nothing before it misses the keepalives.
+        ``wipe``: it comes back without its disk.
         """
         client = self.processes[name].client
         if client.dead:
             return
         conn, client.conn, client.dead = client.conn, 0, True
+        if wipe:
+            self.disks[name] = {}
         if conn:
             self.at(self.now + (BROKER_PATIENCE if power else client.latency), self._drop, client, conn)
         self.at(self.now + down, self._start, name, client.latency, client.skew, client.watch)
@@ -302,9 +309,7 @@ class World:
             return
         rng = self.rng
         if (name := self.faults.crashes.get(number)) is not None:
-            self.met["crash"] += 1
-            down = min(10 ** rng.uniform(-2, 1), max(self.faults.calm - self.now, 0.05))
-            self.crash(name, down, power=rng.random() < 0.3)  # perhaps the one that publishes: nothing more leaves it
+            self._fell(name, power=rng.random() < 0.3)  # perhaps the one that publishes: nothing more leaves it
         if (what := self.faults.strikes.get(number)) is None:
             return
         self.met[what] += 1
@@ -315,9 +320,33 @@ class World:
             self._cut(client, rng.uniform(0.05, 5.0))
         elif what == "long cut":
             self._cut(client, rng.uniform(12.0, 30.0))
+        elif what == "power cut":
+            self.at(self.now, self._break_broker, 10 ** rng.uniform(-2, 1), True, True)
+            for name in rng.sample(sorted(self.processes), rng.randint(1, len(self.processes))):
+                self._fell(name, power=True)
         else:
             power = what == "broker power"
             self.at(self.now, self._break_broker, 10 ** rng.uniform(-2, 1), rng.random() < 0.7, power)
+
+    def _fell(self, name: str, *, power: bool) -> None:
+        """A process crashes, and is back when all is well at the latest."""
+        if self.processes[name].client.dead:
+            return
+        rng = self.rng
+        self.met["crash of the coordinator" if name == COORDINATOR else "crash"] += 1
+        wipe = name != COORDINATOR and self.faults.wipe > 0 and rng.random() < self.faults.wipe
+        if wipe:
+            self.met["wipe"] += 1
+        down = min(10 ** rng.uniform(-2, 1), max(self.faults.calm - self.now, 0.05))
+        self.crash(name, down, power=power, wipe=wipe)
+
+    def about_to_send(self, sender: str, messages: Sequence[Message]) -> None:
+        """Crash who is to crash before one of these messages is sent."""
+        for message in messages:
+            self._kinds[message.kind] = number = self._kinds[message.kind] + 1
+            if (message.kind, number) in self.aims and self.now < self.faults.calm:
+                self.met["aimed"] += 1
+                self._fell(self.aims.pop((message.kind, number)) or sender, power=False)
 
     def _break_broker(self, down: float, forget: bool, power: bool) -> None:
         self.crash_broker(down, forget=forget, power=power)

@@ -1,0 +1,300 @@
+"""One seed: a tiny run whose processes crash, the coordinator too, and which must come to what it does undisturbed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from edgesplit.coordinator import Coordinator, StepDone
+from edgesplit.logbook import Progress, begun, last_of, progress_of
+from edgesplit.protocol import Commit
+from edgesplit.recovery import Line, Point, Standing
+from edgesplit.sheets import Agenda, Draft, evaluation
+from edgesplit.task import COORDINATOR
+from tests.virtual.draw import draw_tiny
+from tests.virtual.faults import Faults, draw_crashes
+from tests.virtual.fleet import MEMORY, Case, initial, unwrap, wrap
+from tests.virtual.oracle import Oracle, present
+from tests.virtual.process import Process
+from tests.virtual.programs import Ask, CoordinatorProgram, NodeProgram, Resume, Save, Script, Train
+from tests.virtual.trial import PATIENCE_S, SETTINGS
+from tests.virtual.world import Client, World
+
+Held = dict[str, dict[int, int]]
+"""Node -> layer -> weight."""
+
+
+class Book:
+    """In place of :class:`edgesplit.logbook.Logbook`: the same records, on a disk of the virtual world."""
+
+    KEPT = 2
+
+    def __init__(self, disk: dict[str, Any]) -> None:
+        self._files: dict[int, list[str]] = disk.setdefault("log", {})
+        self._load: int | None = None
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        if (load := begun(record)) is not None:
+            self._load = load
+            for other in list(self._files):
+                if not load - self.KEPT < other <= load:
+                    del self._files[other]
+            if "base" in record:
+                self._files[load] = []
+        if self._load is not None:
+            self._files[self._load].append(json.dumps(record))
+
+    def read(self, load: int) -> Progress | None:
+        return progress_of(self._files[load]) if load in self._files else None
+
+    def last(self) -> tuple[int, int]:
+        return last_of(map(self.read, self._files))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a coordinator writes down after a round."""
+
+    round: int
+    load: int
+    step: int
+    micro: int
+    term: int
+    scale: float
+    good: int
+    held: Held
+
+
+@dataclass
+class Expected:
+    """What a round must come to, whoever finishes it: of each step what the oracle says, then what is held."""
+
+    steps: list[tuple[bool, float, float, float]] = field(default_factory=list)
+    weights: dict[tuple[str, int], int] = field(default_factory=dict)
+    totals: dict[tuple[str, int], float] = field(default_factory=dict)
+    mixed: dict[int, int] = field(default_factory=dict)
+    tests: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+
+
+class Recovery:
+    """A world with a coordinator and its nodes, all of which may crash."""
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        rng = Random(seed)
+        self.seed = seed
+        self.case: Case = draw_tiny(rng).case
+        self.nodes = self.case.plan.nodes()
+        self.rounds = self._draw_rounds(rng)
+        self.cut = rng.random() < 0.5  # a round's steps come in two sheets
+        self.every = rng.choice([1, 1, 2])  # rounds between two checkpoints
+        self.faults = faults or draw_crashes(rng, self.nodes)
+        self.world = World(rng.getrandbits(64), self.faults)
+        self.oracle = Oracle(self.case)
+        self.expected: dict[int, Expected] = {}
+        self.committed: dict[int, bool] = {}
+        self.clips: dict[int, float] = {}
+        self._chunk_size = rng.choice([224, 512, 4096, 4096])
+        self._settings = replace(rng.choice(SETTINGS))
+        self._slow: dict[str, float] = {}
+        hasty = rng.random() < 0.2
+        self.world.add(COORDINATOR, self._coordinator)
+        for name in self.nodes:
+            self._slow[name] = 0.0 if hasty else 10 ** rng.uniform(-4, -1.3)
+            self.world.add(name, self._node(name), frozenset({COORDINATOR}))
+
+    def _draw_rounds(self, rng: Random) -> list[list[Draft]]:
+        devices = [route.device for route in self.case.plan.routes]
+        agenda = Agenda({d: [rng.randint(2, 5) for _ in range(2)] for d in devices}, lambda step: 1 + step % 3)
+        self.tests = {d: [rng.randint(0, 3)] for d in devices} if rng.random() < 0.2 else {}
+        return [agenda.round(devices, steps=rng.choice([1, 2, 3, 4])) for _ in range(rng.choice([1, 1, 2, 3]))]
+
+    # -- the run
+
+    def run(self) -> None:
+        """Run until the script has come to its end and everybody is idle; then look at what there is."""
+        self.world.run(self._over, self.faults.calm + PATIENCE_S)
+        weights, totals = self._final()
+        for name in self.nodes:
+            program = self._program(name)
+            machine, engine = program.machine, program.engine
+            assert machine is not None
+            assert engine is not None
+            left = {part: held for part in MEMORY if (held := getattr(machine, part))}
+            assert not left, f"{name} still holds {left}"
+            assert not any((engine.undo, engine.live, engine.sums, engine.pending)), f"{name} has not finished"
+            for layer in engine.layers:
+                assert engine.weights[layer] == weights[name, layer], f"{name} ends with other weights"
+                assert engine.total[layer] == totals.get((name, layer), 0.0)
+
+    def _over(self) -> bool:
+        driver = self.world.processes[COORDINATOR]
+        program = driver.program
+        assert isinstance(program, CoordinatorProgram)
+        if driver.client.dead or not program.done or program.coordinator.busy:
+            return False
+        return all(
+            not process.client.dead and not process.endpoint.missing() for process in self.world.processes.values()
+        ) and all(
+            self._program(name).waits_for() is None and self._program(name).next_deadline() == math.inf
+            for name in self.nodes
+        )
+
+    def _program(self, name: str) -> NodeProgram:
+        program = self.world.processes[name].program
+        assert isinstance(program, NodeProgram)
+        return program
+
+    def _final(self) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], float]]:
+        last = self.expected[len(self.rounds)]
+        return last.weights | {(n, la): v for la, v in last.mixed.items() for n in self.oracle.shared[la]}, {}
+
+    def _node(self, name: str) -> Any:
+        def make(client: Client, disk: dict[str, Any]) -> Process:
+            life, rng, slow = self.world.lives[name], self.world.rng, self._slow[name]
+            program = NodeProgram(name, self.case, disk, life=life, rng=rng, slow=slow)
+            return Process(self.world, name, client, program, self._chunk_size, self._settings)
+
+        return make
+
+    def _coordinator(self, client: Client, disk: dict[str, Any]) -> Process:
+        coordinator, book = self.case.coordinator(self.world.lives[COORDINATOR] << 20), Book(disk)
+        coordinator.on_lost, coordinator.patience = "wait", math.inf
+        driver = Driver(self, coordinator, book, disk, again=self.world.lives[COORDINATOR] > 1)
+        program = CoordinatorProgram(coordinator, driver.script(), note=book.note, told=self._told)
+        return Process(self.world, COORDINATOR, client, program, self._chunk_size, self._settings)
+
+    def _told(self, told: Commit) -> None:
+        """Every life decides the same."""
+        assert self.committed.setdefault(told.step, told.apply) == told.apply, "one verdict on a step"
+        assert self.clips.setdefault(told.step, told.clip) == told.clip
+
+    # -- what must come of it
+
+    def expect(self, number: int) -> Expected:
+        """What round ``number`` comes to, undisturbed. Asked for once it has ended: its clip factors are known then."""
+        if number not in self.expected:
+            oracle, drafts, found = self.oracle, self.rounds[number - 1], Expected()
+            if self.case.synchronous:
+                found.steps = [oracle.step(draft, self.clips.get(draft.step, 1.0)) for draft in drafts]
+            else:
+                oracle.push(drafts)
+            found.weights, found.totals = dict(oracle.weights), {key: w for key, w in oracle.total.items() if w}
+            found.mixed = oracle.aggregate()
+            found.tests = [oracle.evaluate(draft) for draft in self.test_drafts(number)]
+            self.expected[number] = found
+        return self.expected[number]
+
+    def test_drafts(self, number: int) -> list[Draft]:
+        return list(evaluation(self.tests, self.rounds[number - 1][-1].step + 1))
+
+    def check_steps(self, number: int, done: Sequence[StepDone]) -> None:
+        """Every step was told once and in order, and every micro-batch counts once in it."""
+        drafts, found = self.rounds[number - 1], self.expect(number)
+        assert [step.step for step in done] == [draft.step for draft in drafts]
+        for draft, step, (counts, loss, total, norm) in zip(drafts, done, found.steps, strict=self.case.synchronous):
+            clip = self.clips.get(draft.step, 1.0)
+            assert (step.applied, step.weight) == (counts, total)
+            assert step.samples == sum(share.samples for share in present(draft).values())
+            if counts:
+                assert step.loss == loss / total if total else math.isnan(step.loss)
+                if self.case.clip is not None and total:
+                    assert math.isclose(clip, min(1.0, self.case.clip / (norm + 1e-6)), rel_tol=1e-9)
+
+
+class Driver:
+    """One life of the coordinator's session: what Session, Training and Keeper do, as a script."""
+
+    def __init__(
+        self, trial: Recovery, coordinator: Coordinator, book: Book, disk: dict[str, Any], *, again: bool
+    ) -> None:
+        self.trial, self.coordinator, self.book, self.disk, self.again = trial, coordinator, book, disk, again
+        layers_of = trial.case.plan.layers_of
+        self.given: Held = {node: {layer: initial(layer) for layer in layers_of(node)} for node in trial.nodes}
+        coordinator.spare = lambda node: wrap(**{str(la): v for la, v in self.given[node].items()})
+        self.first, self.ended = 1, list[StepDone]()
+
+    def script(self) -> Script:
+        coordinator, trial = self.coordinator, self.trial
+        meta = {"barrier": coordinator.barrier, "loss_scale": coordinator.loss_scale.value}
+        yield Ask("assign", {node: (meta, {}) for node in trial.nodes})
+        if self.again:
+            assert (yield self._take_up()) == []
+        else:
+            yield self._load(self.given)
+        for number in range(self.first, len(trial.rounds) + 1):
+            yield from self._round(number)
+
+    def _round(self, number: int) -> Script:
+        trial = self.trial
+        done, self.ended = self.ended, []
+        left = trial.rounds[number - 1][len(done) :]
+        sheets = [left[:1], left[1:]] if trial.cut else [left]
+        done += yield Train(sheets)
+        held = yield Ask("fetch", {node: ({}, {}) for node in trial.nodes})
+        trial.check_steps(number, done)
+        found = trial.expect(number)
+        values = {(node, int(name)): value for node in trial.nodes for name, value in unwrap(held[node]).items()}
+        weights = {(node, layer): w for node in trial.nodes for layer, w in held[node].meta["weights"] if w}
+        assert values == found.weights, "the weights are those of one process"
+        assert weights == found.totals
+        mixed = {
+            node: {la: v for la, v in found.mixed.items() if node in trial.oracle.shared[la]} for node in trial.nodes
+        }
+        yield self._load(mixed)
+        layers_of = trial.case.plan.layers_of
+        self.given = {node: {la: values[node, la] for la in layers_of(node)} | mixed[node] for node in trial.nodes}
+        if tests := trial.test_drafts(number):
+            told = yield Train([tests], evaluate=True)
+            if trial.case.synchronous:
+                assert [{d: v["m"] for d, v in step.metrics.items()} for step in told] == found.tests
+        if number % trial.every == 0:
+            yield Save(self._save(number))
+
+    def _load(self, arrays: Held) -> Ask:
+        meta = {"reset_round": True, "loss_scale": self.coordinator.loss_scale.value}
+        return Ask("load", {n: (meta, wrap(**{str(la): v for la, v in a.items()})) for n, a in arrays.items()})
+
+    def _save(self, number: int) -> Any:
+        c = self.coordinator
+        found = Checkpoint(
+            round=number,
+            load=c.line.base.load,
+            step=self.trial.rounds[number - 1][-1].step + 1,
+            micro=c.next_micro,
+            term=c.term,
+            scale=c.loss_scale.value,
+            good=c.loss_scale.good,
+            held=self.given,
+        )
+        return lambda: self.disk.update(checkpoint=found)
+
+    def _take_up(self) -> Resume:
+        """As resuming.take_up and Training.take_up do."""
+        found, trial, coordinator = self.disk.get("checkpoint"), self.trial, self.coordinator
+        load, step, standing = 1, 0, Standing(coordinator.loss_scale.value, 0, 0, 0)
+        if found is not None:
+            self.first, self.given = found.round + 1, found.held
+            coordinator.next_micro, coordinator.term = found.micro, found.term
+            load, step, standing = found.load, found.step, Standing(found.scale, found.good, 0, 0)
+        line = Line(Point(load, step - 1), standing)
+        progress = self.book.read(load)
+        if progress is not None and progress.base == line.base:
+            drafts = trial.rounds[self.first - 1] if self.first <= len(trial.rounds) else []
+            line = progress.line({draft.step: draft for draft in drafts})
+            self.ended = list(progress.done)
+        return Resume(line, *self.book.last())
+
+
+def recover(seed: int) -> Recovery:
+    """Run a seed; an error that it raises names the seed."""
+    made = Recovery(seed)
+    try:
+        made.run()
+    except BaseException as error:
+        error.add_note(f"seed {seed}: python -m tests.virtual recover --start {seed} --seeds 1")
+        raise
+    return made
