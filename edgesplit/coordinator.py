@@ -587,9 +587,9 @@ class Coordinator:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
 
     def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
-        """Return what a node can know: of its own layers, and of the losses of routes that end on it."""
-        ends = {route.device for route in self.plan.routes if route.stages[-1].node == node}
-        losses = {micro.micro for micro in entry.step.micros if micro.device in ends}
+        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
+        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
+        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
         layers = set(self.plan.layers_of(node))
         return replace(
             report,
