@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from edgesplit.observe.recorder import read_events
 from tests.brokers import Mosquitto
 from tests.system.command import Command, Shell, wait_until
 from tests.system.relay import Relay
@@ -225,8 +226,13 @@ class Stage:
                 raise AssertionError(f"{command.arguments} ended with {status}:\n{command.stderr[-3000:]}")
 
     def end(self) -> Mapping[str, Any]:
-        """Wait for the end; nothing is left running, and nothing kept."""
+        """Wait for the end; nothing is left running or kept, and each step was told of once."""
         found = self.run.end().json
+        assert found["rounds"] == ROUNDS
+        told = [event["step"] for event in self.said if event["event"] == "step"]
+        assert told == sorted(set(told)), f"steps were told of as {told}"
+        events = read_events(self.place.cwd / "runs" / "r" / "events.jsonl")
+        assert {event.step for event in events} >= set(range(STEPS * ROUNDS))
         for command in self.nodes.values():
             ended = command.end()
             assert ended.status == 0, ended.stderr
