@@ -79,12 +79,12 @@ QUICK = [
         "edge/kill/forward",
         "edge/kill/update",
         "edge/kill/fetch",
-        "device/kill-hand/join",
-        "device/kill-hand/evaluate",
         "cloud/disk/load",
+        "cloud/disk/evaluate",
         "broker/kill-hand/forward",
         "coordinator/kill-hand/commit",
         "all/kill-hand/backward",
+        "device/reset-10/join",
         "device/reset-10/forward",
     )
 ]
