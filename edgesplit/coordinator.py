@@ -587,9 +587,9 @@ class Coordinator:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
 
     def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
-        """Return what a node can know: of its own layers, and of the losses of micro-batches whose ways end on it."""
-        ending = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
-        ends, losses = {micro.device for micro in ending}, {micro.micro for micro in ending}
+        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
+        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
+        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
         layers = set(self.plan.layers_of(node))
         return replace(
             report,

@@ -193,11 +193,15 @@ class Disk:
 class IntEngine:
     """In place of :class:`edgesplit.engine.Engine`."""
 
-    def __init__(self, name: str, case: Case, scale: float, disk: Disk | None = None) -> None:
+    def __init__(
+        self, name: str, case: Case, scale: float, disk: Disk | None = None, before: IntEngine | None = None
+    ) -> None:
         self.name, self.case, self.loss_scale = name, case, scale
         self.disk, self.point = disk or Disk(), Point(0, -1)
         self.layers = case.plan.layers_of(name)
         self.weights = {layer: initial(layer) for layer in self.layers}
+        if before is not None:
+            self.weights |= {layer: weight for layer, weight in before.weights.items() if layer in self.weights}
         self.total: dict[int, float] = dict.fromkeys(self.layers, 0.0)
         self.shared = {la for la, nodes in case.plan.replicas().items() if len(nodes) > 1} if case.every_step else set()
         self.sums: dict[int, dict[int, tuple[int | None, float]]] = {}  # step -> layer -> gradient, weight
