@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgesplit.callbacks import Callback
     from edgesplit.errors import (
         CodecError,
+        CoordinatorGone,
         EdgesplitError,
         ExperimentError,
         FrameError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         TopologyError,
         TransportError,
         TransportTimeout,
+        Unreachable,
     )
     from edgesplit.experiment import Experiment
     from edgesplit.methods import METHODS, simulate
@@ -44,6 +46,7 @@ __all__ = [
     "METHODS",
     "Callback",
     "CodecError",
+    "CoordinatorGone",
     "EdgesplitError",
     "Experiment",
     "ExperimentError",
@@ -61,6 +64,7 @@ __all__ = [
     "TopologyError",
     "TransportError",
     "TransportTimeout",
+    "Unreachable",
     "__version__",
     "fit",
     "plan",
@@ -70,6 +74,7 @@ __all__ = [
 _HOMES = {
     "edgesplit.errors": (
         "CodecError",
+        "CoordinatorGone",
         "EdgesplitError",
         "ExperimentError",
         "FrameError",
@@ -81,6 +86,7 @@ _HOMES = {
         "TopologyError",
         "TransportError",
         "TransportTimeout",
+        "Unreachable",
     ),
     "edgesplit.experiment": ("Experiment",),
     "edgesplit.callbacks": ("Callback",),

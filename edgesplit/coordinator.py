@@ -134,7 +134,9 @@ INDISPENSABLE_S = 600.0
 Reassign = Callable[[Plan], Mapping[str, Mapping[str, Any]]]
 """Another plan -> what each of its nodes is to be told."""
 
-Asked = Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]]
+_Part = tuple[str, Mapping[str, Any], Mapping[str, Packed]]
+
+Asked = Mapping[str, _Part]
 """Node -> kind, meta and arrays of what it is asked."""
 
 
@@ -299,8 +301,12 @@ class Coordinator:
         to: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]],
         now: float,
     ) -> tuple[int, list[Effect]]:
-        """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered."""
+        """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered.
+
+        Nodes that were left out are not asked.
+        """
         self._progress_at = now
+        to = {node: part for node, part in to.items() if node in self._nodes}
         asked = {node: (kind, meta, arrays) for node, (meta, arrays) in to.items()}
         request = _Request(next(self._request_numbers), asked)
         if kind == "assign":
@@ -448,7 +454,10 @@ class Coordinator:
     def _recover(self, now: float) -> list[Effect]:
         """Begin to bring everybody back to one state: ask what they have kept. A recovery under way begins anew."""
         self._progress_at = now
-        parts: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {
+        for request in self._requests.values():  # an answer that still comes tells of a state that is taken back
+            request.asking, request.due = next(self._request_numbers), True
+            request.replies.clear()
+        parts: dict[str, _Part] = {
             node: ("assign", {**self._assigned[node], "again": True}, {}) for node in self._fresh
         }
         if self.line.base.load == 0:  # no weights were given out yet: only the open question is asked again
@@ -466,9 +475,15 @@ class Coordinator:
         effects: list[Effect] = [NodeChanged(node, "left", absence.reason) for node, absence in lost.items()]
         self.take_plan(plan)
         for request in self._requests.values():
-            request.asked = {node: part for node, part in request.asked.items() if node in self._nodes}
+            request.asked = {
+                node: self._anew(node, *part) for node, part in request.asked.items() if node in self._nodes
+            }
         self._fresh = set(self._nodes)
         return effects + self._recover(now)
+
+    def _anew(self, node: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed]) -> _Part:
+        """What a node is asked by the plan of now: whoever is still to be told another one must be told this."""
+        return (kind, {**self._assigned[node], "again": True}, {}) if kind == "assign" else (kind, meta, arrays)
 
     def take_plan(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
         """Work by another plan from now on; return what its nodes are to be told."""
@@ -503,7 +518,7 @@ class Coordinator:
         self._open.clear()
         self._resume_standing(self.line.standing())
         point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
-        asked: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {}
+        asked: dict[str, _Part] = {}
         for node in replies:
             own = self.line.newest(kept[node])
             if own is not None:
@@ -534,8 +549,6 @@ class Coordinator:
         effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
         self._returned.clear()
-        for request in self._requests.values():
-            request.due = True
         return effects + self._catch_up(now)
 
     def _catch_up(self, now: float) -> list[Effect]:

@@ -320,7 +320,7 @@ class Driver:
             self.given = spread(self.given, after)
             told = self.coordinator.take_plan(after)
             yield Ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
-            whole = spread(whole, self.plan)
+            whole = spread(whole, after)
         # Whoever is left out from here on has the round done again without it: what is given out must not depend on it.
         yield self._load(changed if self.trial.on_lost == "wait" else whole)
         self.given = {node: whole[node] for node in self.plan.nodes()}
