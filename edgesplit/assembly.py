@@ -228,6 +228,7 @@ def assignments(
             fingerprint=model.kit.fingerprint,
             emulate=(emulate or {}).get(node),
             run=identity,
+            limits={"weight": experiment.limits.device_weight} if experiment.limits.quarantine_after else None,
         )
     return told
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
+from edgesplit.attendance import Attendance, Rule
 from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
@@ -15,6 +16,7 @@ from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.methods import Method, check
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.sheets import Agenda, Cutting
@@ -77,6 +79,7 @@ def make_conductor(
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
+    audit: Audit,
     say: Callable[[str], None],
     admit: Admit | None,
 ) -> Conductor:
@@ -97,6 +100,7 @@ def make_conductor(
         step_timeout=experiment.timeouts.step_s,
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
+        quarantine_after=experiment.limits.quarantine_after,
         first_request=1 + secrets.randbits(48),
     )
     if experiment.federation.every == "step":
@@ -106,7 +110,17 @@ def make_conductor(
             for layer, names in enumerate(model.kit.params)
             for name in names
         }
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, admit=admit, say=say)
+    return Conductor(
+        coordinator,
+        transport,
+        recorder,
+        watch=watch,
+        on_node=on_node,
+        note=note,
+        admit=admit,
+        audit=audit,
+        say=say,
+    )
 
 
 def make_training(
@@ -157,6 +171,10 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     devices = [route.device for route in plan.routes]
     places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
     conductor.coordinator.reassign = parts
+    if topology is not None:
+        training.attendance = Attendance(
+            {node.name: Rule(node.hours, node.max_mb_per_round) for node in topology.devices()}
+        )
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
     sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
     training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}

@@ -19,7 +19,9 @@ from edgesplit.errors import (
     TransportTimeout,
     did_you_mean,
 )
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
+from edgesplit.offences import Offended
 from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line
@@ -59,6 +61,7 @@ class Conductor:
         note: writes down what a successor would need.
         admit: ``(node, hello, plan) ->`` the plan with a node that it does not name; raises where it may not join.
         clock: a monotonic clock in seconds.
+        audit: keeps what nodes did that they may not.
         say: told, in a line, of nodes that are there and cannot take part.
     """
 
@@ -72,6 +75,7 @@ class Conductor:
         on_node: Callable[[NodeChanged], None] = lambda change: None,
         note: Callable[[Mapping[str, Any]], None] = lambda record: None,
         admit: Admit | None = None,
+        audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -79,6 +83,8 @@ class Conductor:
         self._watch, self._on_node, self._note, self._clock, self._say = watch, on_node, note, clock, say
         self._admit = admit
         self._inbox = transport.mailbox(COORDINATOR)
+        self.audit = audit or Audit(None)
+        self._rejected: dict[str, int] = {}
         self._running = False
         self.hellos: dict[str, Mapping[str, Any]] = {}
         self._online: dict[str, float] = {}
@@ -140,6 +146,41 @@ class Conductor:
             if isinstance(effect, StepDone):
                 yield effect
 
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Write something down for a successor."""
+        self._note({**record, "term": self.coordinator.term})
+
+    def say(self, text: str) -> None:
+        """Tell people something, in a line."""
+        self._say(text)
+
+    def idle(self, seconds: float) -> None:
+        """Wait, and hear meanwhile what nodes say."""
+        self._refuse_nested()
+        deadline = self._clock() + seconds
+        while (left := deadline - self._clock()) > 0:
+            message = self._get(min(left, TURN_S))
+            if message is not None:
+                for _ in self._act(self._take(message)):
+                    continue
+            self._watch()
+
+    def spent(self) -> dict[str, float]:
+        """Bytes that each node has sent and got so far, as the nodes last told."""
+        told = {**self.traffic, COORDINATOR: self.transport.traffic(COORDINATOR)}
+        total: dict[str, float] = {}
+        for source, sent in told.items():
+            for to, count in sent.items():
+                for node in (source, to):
+                    total[node] = total.get(node, 0.0) + count
+        return total
+
+    def offend(self, node: str, what: str, value: Any = None) -> None:
+        """Note what a node did, between two rounds; see :meth:`Coordinator.offend`."""
+        self._refuse_nested()
+        for _ in self._act(self.coordinator.offend(node, what, self._clock(), value)):
+            continue
+
     def resume(self, line: Line, term: int, micro: int) -> None:
         """Take up a run with a fleet that has been told its part; see :meth:`Coordinator.resume`."""
         self._refuse_nested()
@@ -156,9 +197,17 @@ class Conductor:
                 if message is not None:
                     yield from self._act(self._take(message))
                 self._watch()
+                self._note_rejected()
                 yield from self._act(self.coordinator.tick(self._clock()))
         finally:
             self._running = False
+
+    def _note_rejected(self) -> None:
+        """Write down that this end has dropped frames."""
+        count = getattr(self.transport, "rejected", 0)
+        if count > self._rejected.get(COORDINATOR, 0):
+            self._rejected[COORDINATOR] = count
+            self.audit.note(COORDINATOR, "frames and messages that it did not take", count)
 
     def _where(self) -> str:
         return "is in the middle of a round" if self._running else "is between two rounds"
@@ -179,6 +228,10 @@ class Conductor:
                     self.transport.send(effect.node, Message(kind="notice", sender=COORDINATOR, meta=notice))
             elif isinstance(effect, Noted):
                 self._note(effect.record)
+            elif isinstance(effect, Offended):
+                self.audit.note(effect.node, effect.what, effect.value)
+                if effect.out:
+                    self._say(f"{effect.node}: {effect.what}")
             elif not isinstance(effect, Failed):
                 yield effect
         self._raise_failed(effects)
@@ -250,6 +303,9 @@ class Conductor:
         if isinstance(problem := message.meta.get("keeping"), str) and self._problems.get(message.sender) != problem:
             self._problems[message.sender] = problem
             self._on_node(NodeChanged(message.sender, "forgetful", problem))
+        if type(count := message.meta.get("rejected")) is int and count > self._rejected.get(message.sender, 0):
+            self._rejected[message.sender] = count
+            self.audit.note(message.sender, "frames and messages that it did not take", count)
         if isinstance(traffic := message.meta.get("traffic"), dict):
             known = self.coordinator.known | {COORDINATOR}
             self.traffic[message.sender] = {to: n for to, n in traffic.items() if to in known and type(n) is int}

@@ -16,8 +16,9 @@ import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
+from edgesplit.offences import Offences, Offended, offenders
 from edgesplit.plan import Plan
-from edgesplit.protocol import Commit, Report, Send, Sheet
+from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
 from edgesplit.roster import Absence, OnLost, Roster
@@ -78,7 +79,7 @@ class Noted:
     record: Mapping[str, Any]
 
 
-Effect = Send | StepDone | Replied | NodeChanged | Noted | Failed
+Effect = Send | StepDone | Replied | NodeChanged | Noted | Offended | Failed
 
 Spare = Callable[[str], Mapping[str, Packed] | None]
 """What a node held when the weights were last given out; None: that is not known."""
@@ -168,6 +169,7 @@ class Coordinator:
         loss_scale: see :class:`LossScale`.
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
+        quarantine_after: a device is left out after so many offences, where the others can go on; None: never.
         on_lost, patience: whether a lost node is waited for, and for how many seconds.
         first_request: number of its first question. What was answered to a coordinator that died may reach its
             successor, so their numbers must not meet.
@@ -185,6 +187,7 @@ class Coordinator:
         max_skipped: int = 3,
         step_timeout: float = 120.0,
         on_lost: OnLost = "stop",
+        quarantine_after: int | None = None,
         patience: float = 60.0,
         first_request: int = 1,
     ) -> None:
@@ -211,6 +214,7 @@ class Coordinator:
         self._request_numbers = count(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
+        self.offences = Offences(quarantine_after)
         self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
@@ -338,6 +342,11 @@ class Coordinator:
             return self._status(message, now)
         if message.sender not in self._nodes:
             return []  # it was left out
+        if message.kind == "failed" and self.offences.after is not None and message.sender in self._devices:
+            what = f"it failed: {message.meta.get('error', 'no reason given')}"
+            return self.offend(message.sender, what, now, grave=True)
+        if message.kind == "offence":
+            return self._accused(message, now)
         if message.kind == "failed":
             return [Failed(RunError(f"{message.sender!r} failed: {message.meta.get('error', 'no reason given')}"))]
         if message.kind == "report":
@@ -346,9 +355,40 @@ class Coordinator:
 
     def malformed(self, message: Message, error: str, now: float) -> list[Effect]:
         """Note that a message was dropped because it is none: its sender is named if it is waited for in vain."""
-        if message.sender in self._nodes:
-            self._malformed[message.sender] = f"{message.kind!r}: {error}"
-        return []
+        if message.sender not in self._nodes:
+            return []
+        self._malformed[message.sender] = f"{message.kind!r}: {error}"
+        return self.offend(message.sender, f"it sent a message that is none: {error}", now)
+
+    # -- offences
+
+    def offend(self, node: str, what: str, now: float, value: Any = None, *, grave: bool = False) -> list[Effect]:
+        """Note what a node did that it may not; a device that does so too often is left out, where that can be.
+
+        Args:
+            value: what was found, where it is a value.
+            grave: the step cannot go on after it.
+        """
+        what = what[:MOST_REASON]
+        told: list[Effect] = [Offended(node, what, value)]
+        if node not in self._devices or not self.offences.note(node, grave=grave):
+            return [*told, Failed(RunError(f"{node!r}: {what}"))] if grave else told
+        plan = without(self.plan, {node})
+        if plan is None or self.line.base.load == 0:
+            return [*told, Failed(RunError(f"{node!r}: {what}; the others cannot go on without it"))] if grave else told
+        self.offences.barred[node] = what
+        told.append(Offended(node, f"left out for good after {self.offences.counts[node]} offences", out=True))
+        if not self.busy:
+            return [*told, NodeChanged(node, "left", f"for good: {what}")]  # with the next plan
+        return [*told, *self._leave_out({node: Absence(now, f"for good: {what}")}, plan, now)]
+
+    def _accused(self, message: Message, now: float) -> list[Effect]:
+        """A node cannot compute with what a device has sent. Devices do not judge each other."""
+        device, what = message.meta.get("device"), str(message.meta.get("what"))
+        if message.term != self.term or device not in self._devices or message.sender in self._devices:
+            return []
+        on_route = {stage.node for stage in self.plan.route(device).stages}
+        return self.offend(device, what, now, grave=True) if message.sender in on_route else []
 
     def _status(self, message: Message, now: float) -> list[Effect]:
         node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
@@ -441,6 +481,8 @@ class Coordinator:
     def _hello(self, message: Message, now: float) -> list[Effect]:
         here = self.roster.here(message.sender)
         again = self.roster.hello(message.sender, str(message.meta.get("life"))[:64])
+        if message.sender in self.offences.barred:
+            return []
         if message.sender not in self._nodes:
             return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
@@ -499,6 +541,7 @@ class Coordinator:
     def next_plan(self) -> Plan:
         """Return the plan for the next round: that which is wanted, without those who are not there."""
         missing = {node for node in self.wanted.nodes() if node in self.roster.lost or node not in self.roster.lives}
+        missing |= self.offences.barred.keys()
         return without(self.wanted, missing) or self.plan
 
     def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
@@ -613,7 +656,7 @@ class Coordinator:
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._open and len(self._open[0].reports) == len(self._open[0].participants):
+        while self._open and self._recovery is None and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
         return effects + self._publish_later(now) + self._catch_up(now)
 
@@ -629,21 +672,31 @@ class Coordinator:
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return self._tell(entry, self._done(entry, applied=True))
+            return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
-            return self._close_asynchronous(entry)
+            return [*self._tell_ended(entry), *self._close_asynchronous(entry)]
         sums, weights = self._add_replicas(entry)
+        guilty, broken = offenders(entry.step, entry.reports, self._devices) if self.offences.after else ({}, set())
         finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
+        finite = finite and not broken
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
+        if not finite and guilty and (broken or not searching):
+            return self._without_the_guilty(entry, guilty, now, searching)
         if not finite:
             return self._skip(entry, now, searching)
         self._skipped_in_row = 0
         commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
         to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
+
+    def _tell_ended(self, entry: _Open) -> list[Effect]:
+        """Say that a step without a commit has ended: nodes that are ahead wait for it."""
+        if not self._open:
+            return []
+        return [self._send(node, "ended", {"step": entry.step.step}) for node in self._nodes]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
@@ -695,6 +748,17 @@ class Coordinator:
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         loss = total / weight if weight else math.nan
         return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
+
+    def _without_the_guilty(self, entry: _Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
+        """Skip a step, or have it done again without those who have spoilt too many."""
+        effects: list[Effect] = []
+        self._open.appendleft(entry)  # where somebody is left out, all that is open is done again
+        for device, what in guilty.items():
+            effects += self.offend(device, what, now, value=f"step {entry.step.step}")
+        if self._recovery is not None:
+            return effects
+        self._open.popleft()
+        return [*effects, *self._skip(entry, now, searching)]
 
     def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
@@ -783,8 +847,13 @@ class Coordinator:
 
 
 def _finite(report: Report) -> bool:
-    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are."""
-    return report.finite and all(math.isfinite(total) for total, _ in report.losses.values())
+    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are.
+
+    So are weights and squares of norms, of an honest node also not negative.
+    """
+    sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
+    losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
+    return report.finite and sums and losses
 
 
 def _added(

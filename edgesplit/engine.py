@@ -9,11 +9,12 @@ import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.data import Feed, rows
-from edgesplit.errors import FrameError, RunError
+from edgesplit.errors import FrameError, RunError, Spoiled
 from edgesplit.journal import Journal
 from edgesplit.kit import Kit
 from edgesplit.methods import method_of, order_of
 from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Settle, Work
+from edgesplit.offences import weight_fits
 from edgesplit.optimizers import OptimizerSpec
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Commit, Report
@@ -66,6 +67,8 @@ class Engine:
         self._adopted: int | None = None
         self._skipped: dict[tuple[int, int], int] = {}
         self._searching = False  # the last step was not finite: where does it begin?
+        self._limits = assignment.limits
+        self._offences: dict[int, dict[str, str]] = {}  # step -> device -> what it did
         self._point = Point(0, -1)  # the last load, and the last step that is final
 
     def _make_store(self) -> LayerStore:
@@ -175,9 +178,34 @@ class Engine:
             return self._update(run)
         if run.micro is None:
             raise RunError(f"{run.action} on {self.name!r} has no micro-batch")
-        if run.action.op == "F":
-            return self._forward(run, run.micro)
-        return self._backward(run, run.micro)
+        work = self._forward if run.action.op == "F" else self._backward
+        if self._limits is None or run.micro.device == self.name:
+            return work(run, run.micro)
+        self._look_at(run, run.micro)
+        try:
+            return work(run, run.micro)
+        except Exception as error:
+            what = " ".join(str(error).split()) or "no message"
+            raise Spoiled(
+                run.micro.device, run.step.step, f"{run.action} fails on {self.name!r}: {type(error).__name__}: {what}"
+            ) from error
+
+    def _look_at(self, run: Run, micro: Micro) -> None:
+        """Note what a device may not send. The step is taken back for it, if it can be computed at all."""
+        limits, samples = self._limits or {}, micro.stop - micro.start
+        wrong: list[str] = []
+        for message in (run.act, run.grad):
+            if message is not None and message.sender == micro.device:
+                if not all(map(_is_finite, unpack(message.arrays).values())):
+                    wrong.append(f"its {message.kind} is not finite")
+                if message.kind == "act" and not weight_fits(message.weight, samples, limits.get("weight")):
+                    wrong.append(f"it says that {samples} samples weigh {message.weight:g}")
+        if run.target is not None and any(packed.shape[:1] != (samples,) for packed in run.target.arrays.values()):
+            raise Spoiled(
+                micro.device, run.step.step, f"its target is not of the {samples} samples that it is to be of"
+            )
+        if wrong:
+            self._offences.setdefault(run.step.step, {}).setdefault(micro.device, wrong[0])
 
     def _begin(self, step: Step) -> None:
         expected: dict[str, list[int]] = {self._names[layer]: [] for layer in self.layers}
@@ -316,7 +344,14 @@ class Engine:
         index = {name: i for i, name in enumerate(self._names)}
         layers = {index[name]: pair for name, pair in told.layers.items()}
         culprit = told.nonfinite[0] if told.nonfinite else None
-        report = Report(step, told.finite, layers, culprit=culprit, source=self._source())
+        report = Report(
+            step,
+            told.finite,
+            layers,
+            culprit=culprit,
+            source=self._source(),
+            offences=self._offences.pop(step, {}),
+        )
         problem = self.journal.problem if self.journal else None
         return Outcome(report=report, arrays=self._sums(step, index), meta={"keeping": problem} if problem else {})
 
@@ -359,6 +394,7 @@ class Engine:
             self.journal.forget_after(Point(self._point.load, commit.step - 1))
         for step in reversed([step for step in self._begun if step >= commit.step]):
             self.store.rollback(step)
+            self._offences.pop(step, None)
         self._begun = [step for step in self._begun if step < commit.step]
         for runner in self._runners.values():
             runner.drop()
@@ -450,6 +486,7 @@ class Engine:
         self._runners.clear()
         self._policies.clear()
         self._skipped.clear()
+        self._offences.clear()
         return Outcome()
 
     def _forget_optimizer(self, layers: Sequence[int]) -> None:
@@ -468,3 +505,7 @@ class Engine:
         x, target = ({n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)} for p in ("x/", "target/"))
         feed.insert(index, (x, target))
         return Outcome()
+
+
+def _is_finite(array: np.ndarray[Any, Any]) -> bool:
+    return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array).all())

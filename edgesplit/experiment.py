@@ -309,6 +309,17 @@ class SecurityOptions(Section):
     """who must sign with the run's key: all (`required`; default if the run starts them), or who did (`optional`)"""
 
 
+class LimitOptions(Section):
+    """What a device may do before the run goes on without it."""
+
+    quarantine_after: Count | None = None
+    """offences of a device (what is no message, not finite, or too heavy) after which it is left out; default: never"""
+    device_weight: Positive | None = None
+    """the most that a sample may weigh; a device that says more commits an offence"""
+    device_norm: Annotated[float, Field(ge=1)] | None = None
+    """a device's change in a round is clipped to so many times the median of those that hold the same layers"""
+
+
 class TimeoutOptions(Section):
     """How long is waited."""
 
@@ -373,6 +384,8 @@ class Experiment(Section):
     """the broker: `embedded`, a url, or a mapping of what is needed to get in"""
     security: SecurityOptions = Field(default_factory=SecurityOptions)
     """who is believed"""
+    limits: LimitOptions = Field(default_factory=LimitOptions)
+    """what a device may do before the run goes on without it"""
     emulate: bool = False
     """whether links and nodes are as slow as the topology says; an error where this machine is too slow for it"""
     seed: CountFrom0 = 0
@@ -481,6 +494,7 @@ def check_options(experiment: Experiment) -> None:
 def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
     plan, pipeline, federation = experiment.plan, experiment.pipeline, experiment.federation
     evaluate, checkpoint, batch = experiment.evaluate, experiment.checkpoint, experiment.batch_size
+    limits = experiment.limits
     by_step, free = federation.every == "step", pipeline.method in ASYNCHRONOUS
     micros, size, method = pipeline.micros or 1, pipeline.micro_batch_size or 1, f"method {pipeline.method!r}"
     return [
@@ -535,6 +549,22 @@ def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
         (
             by_step and federation.tiers is not None,
             "federation.tiers has no effect with every: step: remove it",
+        ),
+        (
+            limits.device_weight is not None and limits.quarantine_after is None,
+            "limits.device_weight has no effect without limits.quarantine_after: set both",
+        ),
+        (
+            by_step and limits.device_norm is not None,
+            "limits.device_norm has no effect with every: step, where gradients are added: remove it, or set clip_norm",
+        ),
+        (
+            limits.quarantine_after is not None and free,
+            f"limits.quarantine_after needs a common step, which {method} has not: remove it",
+        ),
+        (
+            limits.quarantine_after is not None and limits.quarantine_after > experiment.max_skipped,
+            f"limits.quarantine_after is {limits.quarantine_after}: max_skipped must not be less",
         ),
         (
             checkpoint.every == 0 and checkpoint.keep != KEPT,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,9 @@ from edgesplit.worker import Worker
 
 RESTARTS_S = 60.0
 """Within this time a process that is killed again and again is given up."""
+
+LOGS_S, MOST_LOG = 5.0, 16 << 20
+"""Between two looks at the length of the logs, and how many bytes one may have."""
 
 HANG_S = 5.0
 """How long a process of this machine that is lost to the network may take to be heard again."""
@@ -148,6 +153,7 @@ class Processes:
         self._command, self._logs, self._count, self._env = list(command), logs, count, dict(env or {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._restarts = restarts
+        self._logs_at = 0.0
         self._started_again: dict[str, list[float]] = {}
         self._hanging: dict[str, float] = {}  # since when nothing was heard of a process that is there
         self._starting: set[str] = set()  # started again, and not heard of yet: that is slow, and does not hang
@@ -178,6 +184,7 @@ class Processes:
 
     def watch(self) -> None:
         """Start again what was killed, and kill what hangs; raise RunError where a process ended otherwise."""
+        self._shorten_logs()
         for names, since in list(self._hanging.items()):
             if time.monotonic() - since > HANG_S:
                 del self._hanging[names]
@@ -192,6 +199,17 @@ class Processes:
             self._hanging.pop(names, None)
             self._starting.add(names)
             self._start(names)
+
+    def _shorten_logs(self) -> None:
+        """A log that has grown too long becomes ``NAME.log.1``. Processes append, so they go on at its new end."""
+        if time.monotonic() < self._logs_at:
+            return
+        self._logs_at = time.monotonic() + LOGS_S
+        for path in self._logs.glob("*.log"):
+            with suppress(OSError):  # a full disk, most likely: what is there stays
+                if path.stat().st_size > MOST_LOG:
+                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+                    os.truncate(path, 0)
 
     def _may_restart(self, names: str) -> bool:
         now = time.monotonic()

@@ -274,6 +274,7 @@ def _write(
             device: {"steps": len(steps), "samples": sum(steps.values())}
             for device, steps in session.training.conductor.coordinator.missed.items()
         },
+        "quarantined": dict(session.training.conductor.coordinator.offences.barred),
         "bubble": bubble(events) if events else None,
         "predicted_s": predicted,
         "measured_s": statistics.median(steps) if steps else None,

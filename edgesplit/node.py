@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from edgesplit.codecs import Packed
@@ -169,6 +170,20 @@ class NodeMachine:
         self._keeps: deque[int] = deque()  # steps whose updates are made
         self._passing: deque[int] = deque()  # steps that pass this node by, whose commits it must know nevertheless
         self._requests: deque[Message] = deque()
+        # Without commits a node could run away from those behind it, which then hold all that it sends: of the steps
+        # of a sheet that the fleet has not ended, the number after the last micro-batch.
+        self._ends: deque[tuple[int, int]] = deque()
+        self.lead = _lead(plan) + window
+
+    @property
+    def dropped(self) -> int:
+        """Messages that nothing here waits for."""
+        return self._held.dropped
+
+    @property
+    def halted(self) -> bool:
+        """Whether the coordinator has ended what was planned."""
+        return not self._steps and bool(self._requests) and self._requests[0].kind in HALTING
 
     # -- messages in
 
@@ -189,6 +204,10 @@ class NodeMachine:
                 self._roll_back(commit, message.term)
             elif len(self._verdicts) < MOST_REQUESTS:
                 self._verdicts.append(commit)  # a step that passed this node by
+        elif message.kind == "ended":
+            ended = message.meta.get("step")
+            while self._ends and isinstance(ended, int) and self._ends[0][0] <= ended:
+                self._ends.popleft()
         elif message.kind in SERVED:
             if message.kind in HALTING:
                 self._halt(message.term)
@@ -202,7 +221,7 @@ class NodeMachine:
         self.term = term
         for step in list(self._steps):
             self._forget(step)
-        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests):
+        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests, self._ends):
             held.clear()
         for named in (self._live, self._held, self._commits):
             named.clear()
@@ -225,8 +244,18 @@ class NodeMachine:
         for micro in (micro for step in sheet.steps for micro in step.micros):
             if micro.route >= self.plan.ways(micro.device):
                 raise FrameError(f"a sheet message is malformed: {micro.device!r} has no way {micro.route}")
+        numbers = [micro.micro for step in sheet.steps for micro in step.micros]
+        if len(set(numbers)) < len(numbers) or not self._micros.keys().isdisjoint(numbers):
+            raise FrameError("a sheet message is malformed: a micro-batch's number is used twice")
+        steps = [*(step.step for step in self._steps), *(step.step for step in sheet.steps)]
+        if any(a >= b for a, b in pairwise(steps)):
+            raise FrameError("a sheet message is malformed: its steps do not follow each other")
         actions = self._forwards(sheet) if sheet.evaluate else self._order(sheet.steps)
         self._pending.extend(actions)
+        if not self._steps:
+            self._ends.clear()  # of a sheet before, whose steps have all ended
+        if sheet.evaluate or not self.synchronous:
+            self._ends.extend((step.step, step.micros[-1].micro + 1) for step in sheet.steps if step.micros)
         by_micro = {micro.micro: (step, micro) for step in sheet.steps for micro in step.micros}
         counts: dict[int, int] = {}
         for action in actions:
@@ -332,6 +361,10 @@ class NodeMachine:
                 return None
         return Run(action, step, micro, grad=grad, to=to, weight=live.weight, last=last)
 
+    def _too_far(self, action: Action) -> bool:
+        """Whether a forward must wait for the slowest of the fleet."""
+        return action.op == "F" and bool(self._ends) and action.micro >= self._ends[0][1] + self.lead
+
     def _step_of(self, action: Action) -> int:
         return self._micros[action.micro][0].step
 
@@ -342,6 +375,8 @@ class NodeMachine:
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
         if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
+        if self._too_far(action):
+            return None
         stages = self._path(micro)
         last = action.stage == len(stages) - 1
         act = target = None
@@ -511,6 +546,8 @@ class NodeMachine:
             stages = self._path(micro)
             if self._passing and self._passing[0] < step.step:
                 return f"the commit of step {self._passing[0]}"
+            if self._too_far(action):
+                return f"the others to end step {self._ends[0][0]}, before it may run {action} of step {step.step}"
             if action.op == "U":
                 return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:
@@ -525,3 +562,14 @@ class NodeMachine:
         if self._steps:
             return f"the commit of step {self._steps[0].step}"
         return None
+
+
+def _lead(plan: Plan) -> int:
+    """How many micro-batches a forward may be ahead of the step that the fleet is at, where no commit holds it back.
+
+    As many as any order of a method runs forwards before a backward of an earlier micro-batch: twice the length of the
+    longest route, a stage counting for each node that shares it. So this never holds up what the step needs.
+    """
+    longest = max((len(route.stages) for route in plan.routes), default=0)
+    sharing = [len({r.stages[i].node for r in plan.routes if i < len(r.stages)}) for i in range(longest)]
+    return 2 * sum(sharing)

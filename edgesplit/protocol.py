@@ -12,6 +12,9 @@ from edgesplit.schedule import Micro, Step
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
 
+MOST_REASON = 200
+"""Characters of a reason that a node gives."""
+
 MAX_STEPS = 1_000_000
 """Steps or micro-batches that one sheet may hold: more is not a sheet of ours."""
 
@@ -138,6 +141,7 @@ class Report:
             after a step that was not finite.
         skipped: asynchronous methods: updates that were left out because they were not finite.
         metrics: in evaluation, device -> metric -> (sum, count).
+        offences: device -> what was wrong with its messages of the step.
     """
 
     step: int
@@ -148,6 +152,7 @@ class Report:
     skipped: int = 0
     metrics: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     source: str | None = None
+    offences: Mapping[str, str] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values (non-finite numbers as null: JSON has none)."""
@@ -163,6 +168,7 @@ class Report:
                 device: {name: [_json(v) for v in pair] for name, pair in values.items()}
                 for device, values in self.metrics.items()
             },
+            **({"offences": dict(self.offences)} if self.offences else {}),
         }
 
     @classmethod
@@ -173,6 +179,9 @@ class Report:
         culprit, source, metrics = meta.get("culprit"), meta.get("source"), meta.get("metrics")
         _need(all(name is None or isinstance(name, str) for name in (culprit, source)), "report", "culprit or source")
         _need(isinstance(metrics, dict) and all(isinstance(v, dict) for v in metrics.values()), "report", "metrics")
+        offences = meta.get("offences", {})
+        told = isinstance(offences, dict) and all(isinstance(what, str) for what in offences.values())
+        _need(told, "report", "offences")
         return cls(
             step,  # type: ignore[arg-type]
             finite,  # type: ignore[arg-type]
@@ -182,6 +191,7 @@ class Report:
             skipped,  # type: ignore[arg-type]
             {d: {name: _pair(pair) for name, pair in v.items()} for d, v in metrics.items()},  # type: ignore[union-attr]
             source,
+            {device: what[:MOST_REASON] for device, what in offences.items()},
         )
 
 
@@ -223,6 +233,7 @@ class Assignment:
         emulate: how the node plays a slower one, see ``emulation.py``; None: it does not.
         run: identifies the run, also after its coordinator was started again.
         again: the node has been told its part before, in another life.
+        limits: what devices may send: ``{"weight": most of a sample, or None}``; None: nothing is looked at.
     """
 
     plan: Mapping[str, Any]
@@ -243,6 +254,7 @@ class Assignment:
     emulate: Mapping[str, Any] | None = None
     run: str = ""
     again: bool = False
+    limits: Mapping[str, Any] | None = None
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -256,7 +268,7 @@ class Assignment:
             _need(isinstance(values[name], str), "assign", name)
         for name in ("plan", "codecs", "task"):
             _need(isinstance(values[name], dict), "assign", name)
-        for name in ("shard", "optimizer", "emulate"):
+        for name in ("shard", "optimizer", "emulate", "limits"):
             _need(values[name] is None or isinstance(values[name], dict), "assign", name)
         for name in ("split_backward", "add_replicas", "barrier", "evaluate", "again"):
             _need(isinstance(values[name], bool), "assign", name)
@@ -264,6 +276,8 @@ class Assignment:
             _need(_whole(values[name]) and values[name] >= least, "assign", name)  # type: ignore[operator]
         _need(_finite(values["loss_scale"]) and values["loss_scale"] > 0, "assign", "loss_scale")  # type: ignore[operator]
         _need(all(isinstance(codec, str) for codec in values["codecs"].values()), "assign", "codecs")  # type: ignore[union-attr]
+        weight = (values["limits"] or {}).get("weight")
+        _need(weight is None or _finite(weight), "assign", "limits")
         _need(values["shard"] is None or _shard(values["shard"]), "assign", "shard")
         return cls(**values)  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit.errors import ExperimentError, RunError
+from edgesplit.observe.recorder import earlier
 from edgesplit.transport import frames
 from edgesplit.transport.key import Key
 
@@ -112,4 +113,4 @@ class RunDirectory:
 def _has_begun(path: Path) -> bool:
     """Whether a run in this folder has done anything; one that was refused may be tried again."""
     events = path / "events.jsonl"
-    return events.exists() and events.stat().st_size > 0
+    return (events.exists() and events.stat().st_size > 0) or bool(earlier(events))

@@ -31,6 +31,7 @@ from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Fleet, Threads
 from edgesplit.keeping import Keeper
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
@@ -139,6 +140,7 @@ class Session:
             note=self._keeper.logbook.note,
             say=say,
             admit=admit,
+            audit=Audit(directory / "audit.jsonl" if directory is not None else None),
         )
         self.training = make_training(
             self._conductor,

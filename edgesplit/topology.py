@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from edgesplit.attendance import hours_of
 from edgesplit.errors import TopologyError, did_you_mean
 from edgesplit.task import COORDINATOR
 
@@ -44,6 +45,8 @@ class Node:
         profile: name of a board's profile.
         threads: compute threads; None: the run's.
         config: what the task's data functions get as ``Shard.config``.
+        hours: of a device: when it takes part, see :func:`hours_of`; None: always.
+        max_mb_per_round: of a device: 10^6 bytes that it may send and get in a round; None: any.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Node:
     profile: str | None = None
     threads: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    hours: str | None = None
+    max_mb_per_round: float | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "node")
@@ -80,6 +85,12 @@ class Node:
         _check_count(self.processes, where, "processes")
         if self.threads is not None:
             _check_count(self.threads, where, "threads")
+        if self.max_mb_per_round is not None:
+            _check_number(self.max_mb_per_round, where, "max_mb_per_round")
+        if self.hours is not None:
+            hours_of(self.hours)
+        if self.tier != DEVICE and (self.hours is not None or self.max_mb_per_round is not None):
+            raise TopologyError(f"{where} is no device: hours and max_mb_per_round are for devices, remove them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,4 +383,7 @@ def _fields(kind: type[Node | Link], entry: Mapping[str, Any]) -> dict[str, Any]
 
 def _to_json(part: Node | Link) -> dict[str, Any]:
     values = {f.name: getattr(part, f.name) for f in fields(part)}
+    for key in ("hours", "max_mb_per_round"):
+        if values.get(key, 0) is None:
+            del values[key]
     return {key: None if key.endswith("mbps") and math.isinf(value) else value for key, value in values.items()}

@@ -63,6 +63,10 @@ class NodeEntry(Section):
     """name of a board's profile"""
     threads: Count | None = None
     """compute threads; default: the experiment's"""
+    hours: str | None = None
+    """of a device: when it takes part, on the coordinator's clock, like `01:00-05:00`; default: always"""
+    max_mb_per_round: Positive | None = None
+    """of a device: 10^6 bytes that it may send and get in a round; it sits out until the mean is within that"""
     config: dict[str, Any] = Field(default_factory=dict)
     """what the task's data functions get as `shard.config`; `{name}` in a text becomes the node's name"""
 

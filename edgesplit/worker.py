@@ -13,7 +13,7 @@ from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout, notes
+from edgesplit.errors import EdgesplitError, RunError, Spoiled, TransportError, TransportTimeout, notes
 from edgesplit.journal import Journal
 from edgesplit.kit import Kit
 from edgesplit.member import Begin, End, Member, Notice
@@ -77,7 +77,7 @@ class Worker:
         self._events: list[Event] = []
         self._due: list[tuple[float, int, Message]] = []  # data messages that the emulated link has not delivered yet
         self._taken = 0
-        self._stopped = False
+        self._stopped = self._spoiled = False
         self._told_error: str | None = None
 
     def run(self) -> None:
@@ -106,7 +106,9 @@ class Worker:
         while (message := inbox.poll()) is not None and not self._stopped:
             self._receive(message)
         self._deliver_due()
-        work = self._machine.next() if self._machine and not self._stopped else None
+        if self._spoiled and self._machine is not None and self._machine.halted:
+            self._spoiled = False
+        work = self._machine.next() if self._machine and not self._stopped and not self._spoiled else None
         if work is not None:
             self._do(work)
         elif not self._stopped:
@@ -179,6 +181,7 @@ class Worker:
         before = self._engine
         if before is not None and before.assignment.run != assignment.run:
             before = None
+        self._spoiled = False
         self._engine = Engine(self.name, assignment, kit, self._journal, before)
         if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
             self._transport.probe(self._engine.neighbours(), PROBE_S)
@@ -210,7 +213,13 @@ class Worker:
         if machine is None or engine is None:
             raise RunError(f"{self.name!r} has no assignment")
         start = self._clock()
-        outcome = engine.execute(work)
+        try:
+            outcome = engine.execute(work)
+        except Spoiled as spoiled:
+            self._spoiled = True  # the coordinator says how to go on
+            meta = {"device": spoiled.device, "step": spoiled.step, "what": str(spoiled)}
+            self._transport.send(COORDINATOR, Message(kind="offence", sender=self.name, term=machine.term, meta=meta))
+            return
         if isinstance(work, Run):
             if self._emulator is not None:
                 self._emulator.pace(work, start, self._clock, time.sleep)
@@ -225,8 +234,10 @@ class Worker:
         if message.kind == "report":
             self._on_step()
         if message.kind in {"report", "fetched"}:
-            traffic = {"traffic": dict(self._transport.traffic(self.name))}
-            message = _with_meta(message, self._take_events() | traffic)
+            told: dict[str, Any] = {"traffic": dict(self._transport.traffic(self.name))}
+            if rejected := getattr(self._transport, "rejected", 0) + (self._machine.dropped if self._machine else 0):
+                told["rejected"] = rejected
+            message = _with_meta(message, self._take_events() | told)
         if self._emulator is not None and message.kind in DATA_KINDS:
             message = self._emulator.stamp(send.to, message, self._clock())
         return message

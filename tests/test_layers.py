@@ -20,7 +20,10 @@ ROOT = Path(edgesplit.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
+    {
+        "task", "loading", "attendance", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder",
+        "observe.audit",
+    },
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
         "transport.base", "transport.frames", "transport.address", "transport.access",
@@ -28,7 +31,7 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "replanning", "emulation", "mailbox", "member", "transport", "segments.masks", "sharing",
+        "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},

@@ -138,6 +138,7 @@ class MqttTransport:
             key_required=key_required,
         )
         self._inbox = Inbox(node)
+        self._inbox.on_room = self._room
         self._reached: set[str] = set()
         self._refused: dict[str, str] = {}
         self._watch = watch
@@ -507,7 +508,7 @@ class MqttTransport:
             elif isinstance(effect, Deliver):
                 if effect.message.kind == "refused":
                     self._refused[effect.message.sender] = str(effect.message.meta["reason"])
-                self._inbox.put(effect.message)
+                self._inbox.put(effect.message, effect.size)
             elif isinstance(effect, Announce):
                 if self._connected:
                     self._announce(effect)
@@ -555,10 +556,19 @@ class MqttTransport:
             return
         if not self._open:
             return
+        if frame.flags & Flag.DATA and self._inbox.full(frame.sender):
+            frame = frame._replace(flags=frame.flags & ~Flag.DATA)  # it is sent again when the inbox was read
         with self._lock:
             if not self._closed:
                 self._perform(self._endpoint.received(frame, time.monotonic()))
                 self._progress.notify_all()
+
+    def _room(self, sender: str) -> None:
+        """The inbox, which was full of a node's messages, has been read."""
+        with self._lock:
+            if not self._closed:
+                self._perform(self._endpoint.room(sender))
+        self._pump.ring()
 
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:

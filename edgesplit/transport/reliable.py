@@ -203,6 +203,10 @@ class Reliable:
             effects += self._publish(peer, self._outs[peer].again(now), now)
         return effects
 
+    def resync(self, peer: str) -> list[Effect]:
+        """Have ``peer`` send again what was in flight to this node."""
+        return [self._ack(peer, Flag.RESYNC)] if peer in self._ins else []
+
     def deny(self, frame: Frame, now: float) -> list[Effect]:
         """Tell the sender of a hello that it is not let in: a welcome to nothing."""
         if not frame.flags & Flag.HELLO or not self._may_tell(frame.sender, now):

@@ -127,7 +127,7 @@ class Wire:
             while self._network.ends[self.node].missing() and time.monotonic() < deadline:
                 time.sleep(TICK_S)
 
-    def traffic(self) -> Mapping[str, int]:
+    def traffic(self, node: str) -> Mapping[str, int]:
         return self._network.ends[self.node].traffic()
 
     def close(self) -> None:

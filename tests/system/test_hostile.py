@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -24,6 +26,7 @@ from tests.brokers import Mosquitto
 from tests.cases import RULES, identical, open_session
 from tests.fuzz.corpus import OPTIONS, case, recorded
 from tests.fuzz.mutants import packets
+from tests.system.command import shell
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("one_thread")]
 KEY = Key(bytes(range(7, 39)))
@@ -96,3 +99,18 @@ def test_5000_packets_to_live_nodes_change_nothing(mosquitto: Mosquitto) -> None
     with open_session(plan, task, **HOW) as undisturbed:
         undisturbed.fit(rounds)
         assert identical(weights, undisturbed.weights())
+
+
+def test_a_run_goes_on_without_a_device_whose_data_is_not_finite(tmp_path: Path) -> None:
+    """Real processes, which keep their state: only the step that is not finite is done again."""
+    with shell(tmp_path) as place:
+        usual = place.run("run", "experiment.yaml", "--name", "usual", "--json").json
+        limits = ("limits.quarantine_after=2", "limits.device_norm=5", "limits.device_weight=1")
+        bad = place.run("run", "experiment.yaml", "task_args.infinite=pi-2", *limits, "--name", "bad", "--json").json
+        lines = [json.loads(line) for line in (place.cwd / "runs" / "bad" / "audit.jsonl").read_text().splitlines()]
+    assert list(bad["quarantined"]) == ["pi-2"]
+    assert usual["quarantined"] == {}
+    assert bad["skipped"] <= 2
+    assert abs(bad["accuracy"] - usual["accuracy"]) < 0.1
+    assert {line["node"] for line in lines} == {"pi-2"}
+    assert [line["what"] for line in lines][-1] == "left out for good after 2 offences"
