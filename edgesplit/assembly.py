@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -165,6 +164,8 @@ def remarks(model: Model, plan: Plan, experiment: Experiment) -> list[str]:
             lines.append(f"buffers at each round's end: {federation.buffers}")
         if clip_norm(model.task, experiment) is not None:
             lines.append("clip_norm with replicas: the norm is the weighted mean of the replicas', an upper bound")
+    if experiment.pipeline.share:
+        lines.append("share: who computes what depends on measured speeds, so two runs may differ in the last bits")
     if plan.stages > 1 and any(route.stages[-1].node != route.device for route in plan.routes):
         lines.append("labels leave the devices (a U-shaped placement keeps them); activations leak information too")
     return lines
@@ -180,7 +181,7 @@ def assignments(
     loss_scale: float,
     reference: Mapping[str, Any],
     identity: str,
-    places: Mapping[str, int],
+    places: Mapping[str, tuple[int, int]],
     configs: Mapping[str, Mapping[str, Any]],
     emulate: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Assignment]:
@@ -191,21 +192,21 @@ def assignments(
         loss_scale: the first step's.
         reference: how another process finds the Task.
         identity: of the run.
-        places: device -> its index among all, also those that are missing: what its data is cut by.
+        places: device -> its index, and of how many: what its data is cut by.
         configs: device -> its free ``config``.
         emulate: node -> how it plays a slower one.
     """
     if method.name not in METHODS:
         raise ExperimentError(f"method {method.name!r} is not in the table: nodes find it there by name")
-    bare = Plan(plan.layers, plan.routes).to_json()
+    bare = plan.bare().to_json()
     told = {}
     for node in plan.nodes():
         shard = None
         if node in places:
             data = experiment.data.model_dump(exclude_none=True)
             shard = {
-                "index": places[node],
-                "count": len(places),
+                "index": places[node][0],
+                "count": places[node][1],
                 "config": dict(configs.get(node, {})),
                 "data": data,
             }
@@ -227,6 +228,7 @@ def assignments(
             fingerprint=model.kit.fingerprint,
             emulate=(emulate or {}).get(node),
             run=identity,
+            limits={"weight": experiment.limits.device_weight} if experiment.limits.quarantine_after else None,
         )
     return told
 
@@ -238,10 +240,8 @@ def codecs_of(node: str, plan: Plan, experiment: Experiment) -> dict[str, str]:
         topology = Topology.from_dict(plan.topology)
         rank = {name: topology.tier_order.index(topology.nodes[name].tier) for name in rank}
     codecs: dict[str, str] = {}
-    for route in plan.routes:
-        names = [stage.node for stage in route.stages]
-        for a, b in pairwise(names):
-            for src, dst in ((a, b), (b, a)):
-                if src == node:
-                    codecs[dst] = experiment.codec.down if rank[dst] < rank[src] else experiment.codec.up
+    for a, b in plan.links():
+        for src, dst in ((a, b), (b, a)):
+            if src == node:
+                codecs[dst] = experiment.codec.down if rank[dst] < rank[src] else experiment.codec.up
     return codecs

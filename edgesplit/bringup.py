@@ -8,19 +8,21 @@ from typing import Any
 
 from edgesplit import assembly
 from edgesplit.assembly import Model
-from edgesplit.conductor import Conductor
+from edgesplit.attendance import Attendance, Rule
+from edgesplit.conductor import Admit, Conductor
 from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
-from edgesplit.errors import ExperimentError, RunError, did_you_mean
+from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.methods import Method, check
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.sheets import Agenda, Cutting
 from edgesplit.topology import Topology
-from edgesplit.training import Names, Training
-from edgesplit.transport.base import Message, Transport
+from edgesplit.training import Names, Training, sizes_of
+from edgesplit.transport.base import Transport
 
 FIRST_LOSS_SCALE = 65536.0
 """Where a dynamic loss scale begins its search, as torch's does."""
@@ -77,7 +79,9 @@ def make_conductor(
     watch: Callable[[], None],
     on_node: Callable[[NodeChanged], None],
     note: Callable[[Mapping[str, Any]], None],
+    audit: Audit,
     say: Callable[[str], None],
+    admit: Admit | None,
 ) -> Conductor:
     """Return the coordinator in its shell."""
     scale = LossScale()
@@ -96,9 +100,27 @@ def make_conductor(
         step_timeout=experiment.timeouts.step_s,
         on_lost=experiment.on_lost,
         patience=experiment.patience_s,
+        quarantine_after=experiment.limits.quarantine_after,
         first_request=1 + secrets.randbits(48),
     )
-    return Conductor(coordinator, transport, recorder, watch=watch, on_node=on_node, note=note, say=say)
+    if experiment.federation.every == "step":
+        params = model.weights()[0]
+        coordinator.like = {
+            f"{layer}/{name}": (params[name].shape, params[name].dtype.name)
+            for layer, names in enumerate(model.kit.params)
+            for name in names
+        }
+    return Conductor(
+        coordinator,
+        transport,
+        recorder,
+        watch=watch,
+        on_node=on_node,
+        note=note,
+        admit=admit,
+        audit=audit,
+        say=say,
+    )
 
 
 def make_training(
@@ -129,6 +151,8 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     topology = Topology.from_dict(plan.topology) if plan.topology is not None else None
 
     def parts(plan: Plan) -> dict[str, dict[str, Any]]:
+        for route in plan.routes:
+            places.setdefault(route.device, (len(places), max(len(places) + 1, len(devices))))
         told = assembly.assignments(
             model,
             plan,
@@ -144,22 +168,19 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
         )
         return {node: assignment.meta() for node, assignment in told.items()}
 
-    places = {route.device: index for index, route in enumerate(plan.routes)}
-    conductor.coordinator.reassign = parts
-    replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
     devices = [route.device for route in plan.routes]
-    sizes: dict[str, Sequence[int]] = {device: _sizes(replies[device], "train") for device in devices}
-    training.test_sizes = {device: _sizes(replies[device], "test") for device in devices}
+    places: dict[str, tuple[int, int]] = {}  # of the data: a device keeps its own, whoever comes and goes
+    conductor.coordinator.reassign = parts
+    if topology is not None:
+        training.attendance = Attendance(
+            {node.name: Rule(node.hours, node.max_mb_per_round) for node in topology.devices()}
+        )
+    replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
+    sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
+    training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}
     _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
     training.agenda = agenda = Agenda(sizes)
     agenda.lr = assembly.lr_of(model.task, experiment, training.total_steps(experiment.rounds))
-
-
-def _sizes(reply: Message, part: str) -> list[int]:
-    sizes = (reply.meta.get("sizes") or {}).get(part)
-    if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise RunError(f"{reply.sender!r} did not say how many samples it has: run the same version everywhere")
-    return sizes
 
 
 def _check_cutting(cutting: Cutting, method: Method, plan: Plan, sizes: Mapping[str, Sequence[int]]) -> None:

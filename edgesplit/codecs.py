@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,11 +93,11 @@ class Codec:
         if packed.codec != self.name:
             raise CodecError(f"array was encoded by {packed.codec!r}: decode it with that codec, not {self.name!r}")
         data = _checked(packed)
-        dtype = np.dtype("uint16" if packed.dtype == BFLOAT16 else packed.dtype).newbyteorder("<")
+        sent, here = _dtypes(packed.dtype)
         if not math.prod(packed.shape):
-            return np.empty(packed.shape, dtype.newbyteorder("="))
+            return np.empty(packed.shape, here)
         if self.name == "raw":
-            return np.frombuffer(data, dtype).reshape(packed.shape).astype(dtype.newbyteorder("="), copy=False)
+            return np.frombuffer(data, sent).reshape(packed.shape).astype(here, copy=False)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             values = self._from_bytes(data, packed.shape)
             return float_to_bf16(values) if packed.dtype == BFLOAT16 else values.astype(packed.dtype, copy=False)
@@ -200,9 +200,20 @@ def _channels(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) >= 2 else 1
 
 
+@cache
+def _dtypes(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """How numbers of a known dtype lie in a message, and how they do on this machine."""
+    sent = np.dtype("uint16" if name == BFLOAT16 else name).newbyteorder("<")
+    return sent, sent.newbyteorder("=")
+
+
+_known_size = lru_cache(maxsize=1024)(encoded_size)
+"""The same arrays come in every step."""
+
+
 def _checked(packed: Packed) -> memoryview:
     """Return the data as a flat view of bytes after checking its length."""
-    size = encoded_size(packed.codec, packed.dtype, packed.shape)
+    size = _known_size(packed.codec, packed.dtype, packed.shape)
     data = memoryview(packed.data)
     if data.nbytes != size:
         raise CodecError(

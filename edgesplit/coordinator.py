@@ -16,12 +16,14 @@ import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
+from edgesplit.offences import Offences, Offended, offenders
 from edgesplit.plan import Plan
-from edgesplit.protocol import Commit, Report, Send, Sheet
+from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
 from edgesplit.roster import Absence, OnLost, Roster
-from edgesplit.schedule import Step
+from edgesplit.schedule import Event, Micro, Step
+from edgesplit.sharing import AHEAD, Router
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
@@ -77,7 +79,7 @@ class Noted:
     record: Mapping[str, Any]
 
 
-Effect = Send | StepDone | Replied | NodeChanged | Noted | Failed
+Effect = Send | StepDone | Replied | NodeChanged | Noted | Offended | Failed
 
 Spare = Callable[[str], Mapping[str, Packed] | None]
 """What a node held when the weights were last given out; None: that is not known."""
@@ -167,6 +169,7 @@ class Coordinator:
         loss_scale: see :class:`LossScale`.
         max_skipped: non-finite steps in a row that end the run.
         step_timeout: seconds without any report while steps are open that end the run.
+        quarantine_after: a device is left out after so many offences, where the others can go on; None: never.
         on_lost, patience: whether a lost node is waited for, and for how many seconds.
         first_request: number of its first question. What was answered to a coordinator that died may reach its
             successor, so their numbers must not meet.
@@ -184,6 +187,7 @@ class Coordinator:
         max_skipped: int = 3,
         step_timeout: float = 120.0,
         on_lost: OnLost = "stop",
+        quarantine_after: int | None = None,
         patience: float = 60.0,
         first_request: int = 1,
     ) -> None:
@@ -197,22 +201,28 @@ class Coordinator:
         self._skipped_in_row = 0
         self._adds = add_replicas
         self.wanted = plan  # what it is when nobody is missing
-        self.known = frozenset(plan.nodes())
+        self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
+        self.router = Router() if plan.peers else None
         self._set_plan(plan)
         self._open: deque[_Open] = deque()
+        self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
         self._request_numbers = count(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
-        self.roster = Roster(self._nodes)
+        self.offences = Offences(quarantine_after)
+        self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
         self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes in a new life that have not been told their part
+        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
+        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+        self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
+        self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -220,11 +230,13 @@ class Coordinator:
         self._devices = [route.device for route in plan.routes]
         shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
         self._shared = shared if self._adds else {}
+        if self.router is not None:
+            self.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._requests or self._again or self._recovery)
+        return bool(self._open or self._later or self._requests or self._again or self._recovery)
 
     @property
     def barrier(self) -> bool:
@@ -236,14 +248,24 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        return self._publish([_Due(draft, evaluate) for draft in drafts], now)
+        dues = [_Due(draft, evaluate) for draft in drafts]
+        if self._later:
+            self._later += dues
+            return []
+        return self._publish(dues, now)
 
     def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
         """Number the steps of one sheet and send it; all train, or all evaluate."""
         self._progress_at = now
         opened = []
+        if self.router is not None:
+            room = max(AHEAD - len(self._open), 0)
+            other = (at for at, due in enumerate(dues) if due.evaluate != dues[0].evaluate)
+            room = min(room, next(other, room))
+            dues, self._later = dues[:room], [*dues[room:], *self._later]
+        routes = self._routes if self.router is not None else None
         for due in dues:
-            step = number(due.draft, self.cutting, self.next_micro, self._devices)
+            step = number(due.draft, self.cutting, self.next_micro, self._devices, routes)
             self.next_micro += len(step.micros)
             opened.append(_Open(due, step, self._participants(step, due.evaluate)))
         self._open.extend(opened)
@@ -252,10 +274,25 @@ class Coordinator:
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
 
+    def _routes(self, micros: Sequence[Micro]) -> Sequence[int]:
+        """Choose the micro-batches' ways: where nodes share work those that are quick and there."""
+        if self.router is None:
+            return [0] * len(micros)
+        return self.router.routes(self.plan, micros, self.roster.lost)
+
+    def observe(self, event: Event) -> None:
+        """Learn from a report what an action took, so that the steps to come go round the slow."""
+        entry = next((entry for entry in self._open if entry.step.step == event.step), None)
+        if self.router is not None and entry is not None and not entry.due.evaluate and entry.step.micros:
+            at = event.action.micro - entry.step.micros[0].micro
+            if 0 <= at < len(entry.step.micros):
+                micro = entry.step.micros[at]
+                self.router.observe(event, micro.stop - micro.start)
+
     def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
         if not step.micros:
             return ()  # nobody has samples: there is nothing to do or to wait for
-        on_route = {place.node for device in step.batches for place in self.plan.route(device).stages}
+        on_route = {place.node for m in step.micros for place in self.plan.path(m.device, m.route)}
         if not evaluate:
             on_route |= {node for nodes in self._shared.values() for node in nodes}
         return tuple(node for node in self._nodes if node in on_route)
@@ -305,11 +342,53 @@ class Coordinator:
             return self._status(message, now)
         if message.sender not in self._nodes:
             return []  # it was left out
+        if message.kind == "failed" and self.offences.after is not None and message.sender in self._devices:
+            what = f"it failed: {message.meta.get('error', 'no reason given')}"
+            return self.offend(message.sender, what, now, grave=True)
+        if message.kind == "offence":
+            return self._accused(message, now)
         if message.kind == "failed":
             return [Failed(RunError(f"{message.sender!r} failed: {message.meta.get('error', 'no reason given')}"))]
         if message.kind == "report":
             return self._report(message, now)
         return self._reply(message, now)
+
+    def malformed(self, message: Message, error: str, now: float) -> list[Effect]:
+        """Note that a message was dropped because it is none: its sender is named if it is waited for in vain."""
+        if message.sender not in self._nodes:
+            return []
+        self._malformed[message.sender] = f"{message.kind!r}: {error}"
+        return self.offend(message.sender, f"it sent a message that is none: {error}", now)
+
+    # -- offences
+
+    def offend(self, node: str, what: str, now: float, value: Any = None, *, grave: bool = False) -> list[Effect]:
+        """Note what a node did that it may not; a device that does so too often is left out, where that can be.
+
+        Args:
+            value: what was found, where it is a value.
+            grave: the step cannot go on after it.
+        """
+        what = what[:MOST_REASON]
+        told: list[Effect] = [Offended(node, what, value)]
+        if node not in self._devices or not self.offences.note(node, grave=grave):
+            return [*told, Failed(RunError(f"{node!r}: {what}"))] if grave else told
+        plan = without(self.plan, {node})
+        if plan is None or self.line.base.load == 0:
+            return [*told, Failed(RunError(f"{node!r}: {what}; the others cannot go on without it"))] if grave else told
+        self.offences.barred[node] = what
+        told.append(Offended(node, f"left out for good after {self.offences.counts[node]} offences", out=True))
+        if not self.busy:
+            return [*told, NodeChanged(node, "left", f"for good: {what}")]  # with the next plan
+        return [*told, *self._leave_out({node: Absence(now, f"for good: {what}")}, plan, now)]
+
+    def _accused(self, message: Message, now: float) -> list[Effect]:
+        """A node cannot compute with what a device has sent. Devices do not judge each other."""
+        device, what = message.meta.get("device"), str(message.meta.get("what"))
+        if message.term != self.term or device not in self._devices or message.sender in self._devices:
+            return []
+        on_route = {stage.node for stage in self.plan.route(device).stages}
+        return self.offend(device, what, now, grave=True) if message.sender in on_route else []
 
     def _status(self, message: Message, now: float) -> list[Effect]:
         node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
@@ -336,6 +415,8 @@ class Coordinator:
         if request is None or message.sender not in request.asked:
             return []
         self._progress_at = now
+        if request.then is not None:
+            kept_of(message.meta)  # one that is malformed is no answer
         request.replies[message.sender] = message
         if len(request.replies) < len(request.asked):
             return []
@@ -359,7 +440,14 @@ class Coordinator:
         if now - self._progress_at < self.step_timeout:
             return []
         what = f"no progress {self._where()} for {self.step_timeout:g} s"
-        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, self._missing()))}"))]
+        missing = self._missing()
+        wrong = [
+            f"{node!r} sent a message that is none ({self._malformed[node]})"
+            for node in missing
+            if node in self._malformed
+        ]
+        why = "".join(f"; {text}: run the same version everywhere" for text in wrong[:1])
+        return [Failed(TransportTimeout(f"{what}: nothing from {', '.join(map(repr, missing))}{why}"))]
 
     def _overdue(self, now: float) -> list[Effect]:
         lost = {node: absence for node, absence in self.roster.lost.items() if node in self._nodes}
@@ -392,7 +480,9 @@ class Coordinator:
 
     def _hello(self, message: Message, now: float) -> list[Effect]:
         here = self.roster.here(message.sender)
-        again = self.roster.hello(message.sender, str(message.meta.get("life")))
+        again = self.roster.hello(message.sender, str(message.meta.get("life"))[:64])
+        if message.sender in self.offences.barred:
+            return []
         if message.sender not in self._nodes:
             return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
         if not again or not self._assigned:
@@ -400,6 +490,7 @@ class Coordinator:
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
         self._fresh.add(message.sender)
+        self._returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
@@ -442,9 +533,15 @@ class Coordinator:
         self._assigned = dict(self.reassign(plan))
         return self._assigned
 
+    def want(self, plan: Plan) -> None:
+        """Have another plan when the next round begins and its nodes are there."""
+        self.wanted = plan
+        self.known |= set(plan.nodes())
+
     def next_plan(self) -> Plan:
         """Return the plan for the next round: that which is wanted, without those who are not there."""
         missing = {node for node in self.wanted.nodes() if node in self.roster.lost or node not in self.roster.lives}
+        missing |= self.offences.barred.keys()
         return without(self.wanted, missing) or self.plan
 
     def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
@@ -458,7 +555,9 @@ class Coordinator:
         back = self.line.rewind(self.term, count or 0)
         noted = self._note_cut()
         opened = [replace(entry.due) for entry in self._open]
-        self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
+        taken_back = (_Due(entry.draft, False, told=True) for entry in back)
+        self._again = [*taken_back, *opened, *self._again, *self._later]
+        self._later.clear()
         self._open.clear()
         self._resume_standing(self.line.standing())
         point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
@@ -490,8 +589,9 @@ class Coordinator:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
         step = self.line.point().step
         where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._fresh)]
+        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
+        self._returned.clear()
         return effects + self._catch_up(now)
 
     def _catch_up(self, now: float) -> list[Effect]:
@@ -529,40 +629,74 @@ class Coordinator:
         self._check_sums(message)
         for entry in self._open:
             if entry.step.step == report.step and message.sender in entry.participants:
-                entry.reports[message.sender] = report
+                entry.reports[message.sender] = self._its_own(report, message.sender, entry)
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
         return self._close_complete(now)
 
     def _check_sums(self, message: Message) -> None:
         known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
-        for name in message.arrays:
+        for name, packed in message.arrays.items():
             if name.partition("/")[0] not in known:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
+            if self.like and self.like.get(name) != (packed.shape, packed.dtype):
+                raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
+
+    def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
+        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
+        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
+        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
+        layers = set(self.plan.layers_of(node))
+        return replace(
+            report,
+            layers={layer: pair for layer, pair in report.layers.items() if layer in layers},
+            losses={micro: pair for micro, pair in report.losses.items() if micro in losses},
+            metrics={device: values for device, values in report.metrics.items() if device in ends},
+        )
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._open and len(self._open[0].reports) == len(self._open[0].participants):
+        while self._open and self._recovery is None and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
-        return effects + self._catch_up(now)
+        return effects + self._publish_later(now) + self._catch_up(now)
+
+    def _publish_later(self, now: float) -> list[Effect]:
+        """Where nodes share work: publish the next steps, now that one has ended."""
+        if not self._later or len(self._open) >= AHEAD or self._recovery is not None:
+            return []
+        evaluate = self._later[0].evaluate
+        if self._open and self._open[0].due.evaluate != evaluate:
+            return []
+        ready, self._later = self._later, []
+        return self._publish(ready, now)
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return self._tell(entry, self._done(entry, applied=True))
+            return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
-            return self._close_asynchronous(entry)
+            return [*self._tell_ended(entry), *self._close_asynchronous(entry)]
         sums, weights = self._add_replicas(entry)
+        guilty, broken = offenders(entry.step, entry.reports, self._devices) if self.offences.after else ({}, set())
         finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
+        finite = finite and not broken
         clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
         searching = self.loss_scale.note(finite)
+        if not finite and guilty and (broken or not searching):
+            return self._without_the_guilty(entry, guilty, now, searching)
         if not finite:
             return self._skip(entry, now, searching)
         self._skipped_in_row = 0
         commit = Commit(entry.step.step, True, clip, self.loss_scale.value)
         to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
+
+    def _tell_ended(self, entry: _Open) -> list[Effect]:
+        """Say that a step without a commit has ended: nodes that are ahead wait for it."""
+        if not self._open:
+            return []
+        return [self._send(node, "ended", {"step": entry.step.step}) for node in self._nodes]
 
     def _close_asynchronous(self, entry: _Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
@@ -609,11 +743,22 @@ class Coordinator:
         for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
             total += losses[micro][0]
             weight += losses[micro][1]
-        metrics = {device: values for report in entry.reports.values() for device, values in report.metrics.items()}
+        metrics = _added([entry.reports[node].metrics for node in entry.participants])
         shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         loss = total / weight if weight else math.nan
         return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
+
+    def _without_the_guilty(self, entry: _Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
+        """Skip a step, or have it done again without those who have spoilt too many."""
+        effects: list[Effect] = []
+        self._open.appendleft(entry)  # where somebody is left out, all that is open is done again
+        for device, what in guilty.items():
+            effects += self.offend(device, what, now, value=f"step {entry.step.step}")
+        if self._recovery is not None:
+            return effects
+        self._open.popleft()
+        return [*effects, *self._skip(entry, now, searching)]
 
     def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
@@ -702,5 +847,24 @@ class Coordinator:
 
 
 def _finite(report: Report) -> bool:
-    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are."""
-    return report.finite and all(math.isfinite(total) for total, _ in report.losses.values())
+    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are.
+
+    So are weights and squares of norms, of an honest node also not negative.
+    """
+    sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
+    losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
+    return report.finite and sums and losses
+
+
+def _added(
+    parts: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Add up the devices' metrics: where nodes share the last layers, each has a part of them."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for part in parts:
+        for device, metrics in part.items():
+            of_device = found.setdefault(device, {})
+            for name, (value, weight) in metrics.items():
+                before = of_device.get(name, (0.0, 0.0))
+                of_device[name] = (before[0] + value, before[1] + weight)
+    return found

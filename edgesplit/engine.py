@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.data import Feed, rows
-from edgesplit.errors import FrameError, RunError
+from edgesplit.errors import FrameError, RunError, Spoiled
 from edgesplit.journal import Journal
 from edgesplit.kit import Kit
 from edgesplit.methods import method_of, order_of
 from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Settle, Work
+from edgesplit.offences import weight_fits
 from edgesplit.optimizers import OptimizerSpec
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Commit, Report
@@ -53,7 +53,6 @@ class Engine:
         self.method = method_of(assignment.method)
         self.layers = self.plan.layers_of(name)
         self.loss_scale = assignment.loss_scale
-        self._routes = {route.device: route.stages for route in self.plan.routes}
         replicas = self.plan.replicas()
         self._shared = [i for i in self.layers if len(replicas[i]) > 1] if assignment.add_replicas else []
         self._updates = updated_layers(self.plan, name)
@@ -68,6 +67,8 @@ class Engine:
         self._adopted: int | None = None
         self._skipped: dict[tuple[int, int], int] = {}
         self._searching = False  # the last step was not finite: where does it begin?
+        self._limits = assignment.limits
+        self._offences: dict[int, dict[str, str]] = {}  # step -> device -> what it did
         self._point = Point(0, -1)  # the last load, and the last step that is final
 
     def _make_store(self) -> LayerStore:
@@ -112,11 +113,8 @@ class Engine:
 
     def neighbours(self) -> set[str]:
         """Return the nodes that this one sends to: beside it on a route, or at the end of its own."""
-        found = set()
-        for stages in self._routes.values():
-            names = [stage.node for stage in stages]
-            for a, b in [*pairwise(names), (names[0], names[-1])]:
-                found |= {a, b} if self.name in (a, b) else set()
+        ends = [(route.device, node) for route in self.plan.routes for node in self.plan.choices(route.device)[-1]]
+        found = {node for pair in (*self.plan.links(), *ends) if self.name in pair for node in pair}
         return found - {self.name}
 
     # -- data
@@ -180,14 +178,39 @@ class Engine:
             return self._update(run)
         if run.micro is None:
             raise RunError(f"{run.action} on {self.name!r} has no micro-batch")
-        if run.action.op == "F":
-            return self._forward(run, run.micro)
-        return self._backward(run, run.micro)
+        work = self._forward if run.action.op == "F" else self._backward
+        if self._limits is None or run.micro.device == self.name:
+            return work(run, run.micro)
+        self._look_at(run, run.micro)
+        try:
+            return work(run, run.micro)
+        except Exception as error:
+            what = " ".join(str(error).split()) or "no message"
+            raise Spoiled(
+                run.micro.device, run.step.step, f"{run.action} fails on {self.name!r}: {type(error).__name__}: {what}"
+            ) from error
+
+    def _look_at(self, run: Run, micro: Micro) -> None:
+        """Note what a device may not send. The step is taken back for it, if it can be computed at all."""
+        limits, samples = self._limits or {}, micro.stop - micro.start
+        wrong: list[str] = []
+        for message in (run.act, run.grad):
+            if message is not None and message.sender == micro.device:
+                if not all(map(_is_finite, unpack(message.arrays).values())):
+                    wrong.append(f"its {message.kind} is not finite")
+                if message.kind == "act" and not weight_fits(message.weight, samples, limits.get("weight")):
+                    wrong.append(f"it says that {samples} samples weigh {message.weight:g}")
+        if run.target is not None and any(packed.shape[:1] != (samples,) for packed in run.target.arrays.values()):
+            raise Spoiled(
+                micro.device, run.step.step, f"its target is not of the {samples} samples that it is to be of"
+            )
+        if wrong:
+            self._offences.setdefault(run.step.step, {}).setdefault(micro.device, wrong[0])
 
     def _begin(self, step: Step) -> None:
         expected: dict[str, list[int]] = {self._names[layer]: [] for layer in self.layers}
         for micro in step.micros:
-            for stage in self._routes[micro.device]:
+            for stage in self.plan.path(micro.device, micro.route):
                 if stage.node == self.name:
                     for layer in range(stage.start, stage.stop):
                         expected[self._names[layer]].append(micro.micro)
@@ -195,7 +218,7 @@ class Engine:
         self._begun.append(step.step)
 
     def _range(self, run: Run, micro: Micro) -> tuple[int, int]:
-        stage = self._routes[micro.device][run.action.stage]
+        stage = self.plan.path(micro.device, micro.route)[run.action.stage]
         return stage.start, stage.stop
 
     def _runner(self, span: tuple[int, int]) -> SegmentRunner:
@@ -321,7 +344,14 @@ class Engine:
         index = {name: i for i, name in enumerate(self._names)}
         layers = {index[name]: pair for name, pair in told.layers.items()}
         culprit = told.nonfinite[0] if told.nonfinite else None
-        report = Report(step, told.finite, layers, culprit=culprit, source=self._source())
+        report = Report(
+            step,
+            told.finite,
+            layers,
+            culprit=culprit,
+            source=self._source(),
+            offences=self._offences.pop(step, {}),
+        )
         problem = self.journal.problem if self.journal else None
         return Outcome(report=report, arrays=self._sums(step, index), meta={"keeping": problem} if problem else {})
 
@@ -364,6 +394,7 @@ class Engine:
             self.journal.forget_after(Point(self._point.load, commit.step - 1))
         for step in reversed([step for step in self._begun if step >= commit.step]):
             self.store.rollback(step)
+            self._offences.pop(step, None)
         self._begun = [step for step in self._begun if step < commit.step]
         for runner in self._runners.values():
             runner.drop()
@@ -390,7 +421,8 @@ class Engine:
         raise RunError(f"{self.name!r} does not know what {message.kind!r} asks")
 
     def _fetch(self, message: Message) -> Outcome:
-        layers = [self._names[i] for i in self.layers]
+        asked = message.meta.get("layers")
+        layers = [self._names[i] for i in self.layers if not isinstance(asked, list) or i in asked]
         held = self.store.export(layers)
         parts = {"param": held.params, "buffer": held.buffers}
         if message.meta.get("optimizer"):
@@ -454,6 +486,7 @@ class Engine:
         self._runners.clear()
         self._policies.clear()
         self._skipped.clear()
+        self._offences.clear()
         return Outcome()
 
     def _forget_optimizer(self, layers: Sequence[int]) -> None:
@@ -472,3 +505,7 @@ class Engine:
         x, target = ({n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)} for p in ("x/", "target/"))
         feed.insert(index, (x, target))
         return Outcome()
+
+
+def _is_finite(array: np.ndarray[Any, Any]) -> bool:
+    return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array).all())

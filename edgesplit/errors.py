@@ -9,7 +9,10 @@ EdgesplitError
 ├── CodecError           an array that cannot be encoded, or bytes that cannot be decoded
 ├── FrameError           bytes from the network that are not a frame of ours
 ├── RunError             a run that began and cannot go on
+│   ├── CoordinatorGone  a node gives a run up, for nobody leads it
+│   └── Spoiled          what a device sent cannot be computed with
 └── TransportError       the network below us
+    ├── Unreachable      nobody answers at an address
     ├── TransportTimeout something waited for did not come
     └── NodeLost         a node that was there is gone
 
@@ -58,8 +61,25 @@ class RunError(EdgesplitError):
     """A run that began and cannot go on."""
 
 
+class Spoiled(RunError):
+    """What a device sent cannot be computed with.
+
+    Attributes:
+        device: whose micro-batch it is.
+        step: the global step.
+    """
+
+    def __init__(self, device: str, step: int, what: str) -> None:
+        super().__init__(what)
+        self.device, self.step = device, step
+
+
 class TransportError(EdgesplitError):
     """The network below could not do what was asked."""
+
+
+class Unreachable(TransportError):
+    """No connection to the broker, or it has broken while a node joined: another try may do better."""
 
 
 class TransportTimeout(TransportError):

@@ -124,6 +124,8 @@ class PipelineOptions(Section):
     """a node runs the first ready one of its next so many actions; default 1, asynchronous methods 2"""
     split_backward: bool = False
     """run a backward as two actions: the gradient of the input is sent before that of the weights is computed"""
+    share: list[str] = Field(default_factory=list)
+    """tiers whose nodes share the micro-batches of all devices, by speeds that are measured; see above"""
 
     @model_validator(mode="before")
     @classmethod
@@ -307,6 +309,17 @@ class SecurityOptions(Section):
     """who must sign with the run's key: all (`required`; default if the run starts them), or who did (`optional`)"""
 
 
+class LimitOptions(Section):
+    """What a device may do before the run goes on without it."""
+
+    quarantine_after: Count | None = None
+    """offences of a device (what is no message, not finite, or too heavy) after which it is left out; default: never"""
+    device_weight: Positive | None = None
+    """the most that a sample may weigh; a device that says more commits an offence"""
+    device_norm: Annotated[float, Field(ge=1)] | None = None
+    """a device's change in a round is clipped to so many times the median of those that hold the same layers"""
+
+
 class TimeoutOptions(Section):
     """How long is waited."""
 
@@ -371,6 +384,8 @@ class Experiment(Section):
     """the broker: `embedded`, a url, or a mapping of what is needed to get in"""
     security: SecurityOptions = Field(default_factory=SecurityOptions)
     """who is believed"""
+    limits: LimitOptions = Field(default_factory=LimitOptions)
+    """what a device may do before the run goes on without it"""
     emulate: bool = False
     """whether links and nodes are as slow as the topology says; an error where this machine is too slow for it"""
     seed: CountFrom0 = 0
@@ -479,6 +494,7 @@ def check_options(experiment: Experiment) -> None:
 def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
     plan, pipeline, federation = experiment.plan, experiment.pipeline, experiment.federation
     evaluate, checkpoint, batch = experiment.evaluate, experiment.checkpoint, experiment.batch_size
+    limits = experiment.limits
     by_step, free = federation.every == "step", pipeline.method in ASYNCHRONOUS
     micros, size, method = pipeline.micros or 1, pipeline.micro_batch_size or 1, f"method {pipeline.method!r}"
     return [
@@ -504,6 +520,11 @@ def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
             by_step and federation.optimizer_state != "keep",
             f"federation.optimizer_state: {federation.optimizer_state} has no effect with every: step: remove it",
         ),
+        (
+            bool(pipeline.share) and not by_step,
+            "pipeline.share needs federation.every: step: copies that train apart would see other data each time",
+        ),
+        ("device" in pipeline.share, "pipeline.share names 'device': a device's data stays on it; share other tiers"),
         (by_step and free, f"federation.every: step needs a common step, which {method} has not: use every: round"),
         (
             free and experiment.clip_norm is not None,
@@ -528,6 +549,22 @@ def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
         (
             by_step and federation.tiers is not None,
             "federation.tiers has no effect with every: step: remove it",
+        ),
+        (
+            limits.device_weight is not None and limits.quarantine_after is None,
+            "limits.device_weight has no effect without limits.quarantine_after: set both",
+        ),
+        (
+            by_step and limits.device_norm is not None,
+            "limits.device_norm has no effect with every: step, where gradients are added: remove it, or set clip_norm",
+        ),
+        (
+            limits.quarantine_after is not None and free,
+            f"limits.quarantine_after needs a common step, which {method} has not: remove it",
+        ),
+        (
+            limits.quarantine_after is not None and limits.quarantine_after > experiment.max_skipped,
+            f"limits.quarantine_after is {limits.quarantine_after}: max_skipped must not be less",
         ),
         (
             checkpoint.every == 0 and checkpoint.keep != KEPT,

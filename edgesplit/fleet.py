@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -21,12 +23,21 @@ from edgesplit.worker import Worker
 RESTARTS_S = 60.0
 """Within this time a process that is killed again and again is given up."""
 
+LOGS_S, MOST_LOG = 5.0, 16 << 20
+"""Between two looks at the length of the logs, and how many bytes one may have."""
+
 HANG_S = 5.0
 """How long a process of this machine that is lost to the network may take to be heard again."""
 
 
 class Fleet(Protocol):
-    """The nodes of a run, started and ended together."""
+    """The nodes of a run, started and ended together.
+
+    Attributes:
+        starts: it really starts them; else somebody else does, some time.
+    """
+
+    starts: bool
 
     def start(self, nodes: Sequence[str]) -> None:
         """Start the nodes; they join by themselves."""
@@ -47,6 +58,8 @@ class Fleet(Protocol):
 
 class Elsewhere:
     """Nodes that somebody else starts: ``edgesplit node NAME --broker URL``."""
+
+    starts = False
 
     def start(self, nodes: Sequence[str]) -> None:
         """Nothing to start."""
@@ -69,6 +82,8 @@ class Threads:
         kit: an assignment's Task made ready.
         patience: see :class:`Worker`.
     """
+
+    starts = True
 
     def __init__(
         self,
@@ -124,6 +139,8 @@ class Processes:
         restarts: how often, in :data:`RESTARTS_S` seconds, a process that was killed is started again.
     """
 
+    starts = True
+
     def __init__(
         self,
         command: Sequence[str],
@@ -136,8 +153,10 @@ class Processes:
         self._command, self._logs, self._count, self._env = list(command), logs, count, dict(env or {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._restarts = restarts
+        self._logs_at = 0.0
         self._started_again: dict[str, list[float]] = {}
         self._hanging: dict[str, float] = {}  # since when nothing was heard of a process that is there
+        self._starting: set[str] = set()  # started again, and not heard of yet: that is slow, and does not hang
 
     @property
     def pids(self) -> dict[str, int]:
@@ -165,6 +184,7 @@ class Processes:
 
     def watch(self) -> None:
         """Start again what was killed, and kill what hangs; raise RunError where a process ended otherwise."""
+        self._shorten_logs()
         for names, since in list(self._hanging.items()):
             if time.monotonic() - since > HANG_S:
                 del self._hanging[names]
@@ -177,7 +197,19 @@ class Processes:
             if process.stdin is not None:
                 process.stdin.close()
             self._hanging.pop(names, None)
+            self._starting.add(names)
             self._start(names)
+
+    def _shorten_logs(self) -> None:
+        """A log that has grown too long becomes ``NAME.log.1``. Processes append, so they go on at its new end."""
+        if time.monotonic() < self._logs_at:
+            return
+        self._logs_at = time.monotonic() + LOGS_S
+        for path in self._logs.glob("*.log"):
+            with suppress(OSError):  # a full disk, most likely: what is there stays
+                if path.stat().st_size > MOST_LOG:
+                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+                    os.truncate(path, 0)
 
     def _may_restart(self, names: str) -> bool:
         now = time.monotonic()
@@ -186,12 +218,18 @@ class Processes:
         return len(recent) < self._restarts
 
     def changed(self, node: str, state: str) -> None:
-        """A process that is there and is not heard of may hang: it is given some time."""
+        """A process that is there and is not heard of may hang: it is given some time.
+
+        The network tells of a process that was killed when the next has been started, which it does not mean.
+        """
         names = next((names for names in self._processes if node in names.split(",")), None)
-        if names is not None and state == "lost" and self._restarts:
-            self._hanging.setdefault(names, time.monotonic())
-        elif names is not None:
+        if names is None:
+            return
+        if state in {"back", "returned", "recovered"}:
             self._hanging.pop(names, None)
+            self._starting.discard(names)
+        elif state == "lost" and self._restarts and names not in self._starting:
+            self._hanging.setdefault(names, time.monotonic())
 
     def _last_line(self, names: str) -> str:
         path = self._logs / f"{names.split(',', maxsplit=1)[0]}.log"
@@ -223,17 +261,17 @@ def _ending(code: int) -> str:
 
 
 def node_command(
-    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path
+    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path | None
 ) -> list[str]:
     """Return the command line of node processes of this machine; node names follow. No secret is in it.
 
     Args:
-        state: where they keep theirs, each in a folder of its own.
+        state: where they keep theirs, each in a folder of its own; None: they keep nothing.
     """
     access = broker if isinstance(broker, Access) else Access(broker)
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", access.url, "--run", run, "--local"]
     command += access.options()
-    command += ["--state", str(state)]
+    command += ["--no-state"] if state is None else ["--state", str(state)]
     if key_file is not None:
         command += ["--key-file", str(key_file)]
     return [*command, "--task", task] if task else command

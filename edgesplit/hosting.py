@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgesplit.errors import EdgesplitError, RunError, TaskError
+from edgesplit.admission import proof_of, read_token
+from edgesplit.errors import EdgesplitError, RunError, TaskError, Unreachable
 from edgesplit.kit import Kit
 from edgesplit.loading import load_task
 from edgesplit.protocol import Assignment
@@ -22,6 +23,12 @@ from edgesplit.transport.key import Key
 from edgesplit.transport.lobby import find_run
 from edgesplit.transport.mqtt import MqttTransport
 from edgesplit.worker import Worker
+
+IDLE_S = 2.0
+"""The pause of a node that stays before it looks for the next run."""
+
+CALL_S = 0.5
+"""How often a local node calls a broker that it cannot reach: its coordinator has, so it is coming back."""
 
 LAST_WORDS_S = 1.0
 """How long a node may take to end by itself after its stdin has closed: at a run's end both happen."""
@@ -101,8 +108,11 @@ def run_nodes(
     threads: int = 1,
     deterministic: bool = False,
     state: Path | None = None,
+    keep: bool = True,
+    token_file: Path | None = None,
     coordinator_s: float = 60.0,
     broker_s: float = 120.0,
+    stay: bool = False,
     on_step: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -117,6 +127,9 @@ def run_nodes(
         threads: compute threads of torch.
         state: where the nodes keep what they need to come back after a crash, each in a folder of its own; None: in
             the user's folder for that.
+        keep: they keep it at all.
+        token_file: of a token that lets these nodes in where no file names them.
+        stay: take the next run when one has ended, for ever.
         coordinator_s, broker_s: how long, in seconds, they stay when the coordinator or the broker is gone.
         on_step: called with each step that one of the nodes has done its part of.
         say: told, in a line each, that a run is waited for and that a node has come to it.
@@ -128,16 +141,64 @@ def run_nodes(
         threading.Thread(target=_end_with_stdin, name="edgesplit-stdin", daemon=True).start()
     access = broker if isinstance(broker, Access) else Access(broker)
     key = Key.read(key_file) if key_file is not None else None
-    if run is None:
-        say(f"waiting for a run at {access.url}")
-        run = find_run(access, names[0])
-    _prepare_torch(threads, deterministic)
-    kit = kit_source(task)
+    token = read_token(token_file) if token_file is not None else None
+    prepared = False
+    while True:
+        try:
+            if run is None:
+                say(f"waiting for a run at {access.url}")
+            found = run or find_run(access, names[0])
+            if not prepared:
+                _prepare_torch(threads, deterministic)
+                prepared = True
+            _run_once(
+                names,
+                access,
+                found,
+                kit_source(task),
+                key=key,
+                token=token,
+                state=state,
+                keep=keep,
+                coordinator_s=coordinator_s,
+                broker_s=broker_s,
+                again=local or stay,
+                on_step=on_step,
+                say=say,
+            )
+        except EdgesplitError as error:
+            if not stay:
+                raise
+            say(f"{', '.join(names)}: {error}")
+        if not stay:
+            return
+        gc.collect()  # what the run held is free before the next one comes
+        say(f"{', '.join(names)}: idle")
+        time.sleep(IDLE_S)
+
+
+def _run_once(
+    names: Sequence[str],
+    access: Access,
+    run: str,
+    kit: Callable[[Assignment], Kit],
+    *,
+    key: Key | None,
+    token: str | None,
+    state: Path | None,
+    keep: bool,
+    coordinator_s: float,
+    broker_s: float,
+    again: bool,
+    on_step: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """Run nodes to the end of one run; ``again``: call a broker that cannot be reached again."""
     failures: list[BaseException] = []
 
     def serve(name: str) -> None:
         try:
-            with MqttTransport(access, run=run, node=name, key=key, give_up=broker_s) as transport:
+            with _connected(access, run, name, key, give_up=broker_s, again=again) as transport:
                 say(f"{name}: in run {run} at {access.url}, waiting for the coordinator's word")
                 Worker(
                     name,
@@ -145,8 +206,10 @@ def run_nodes(
                     kit,
                     facts={"pid": os.getpid()},
                     on_step=on_step,
-                    state=(state or state_directory(run)) / f"node-{name}",
+                    state=(state or state_directory(run)) / f"node-{name}" if keep else None,
                     coordinator_s=coordinator_s,
+                    prove=None if token is None else lambda life: proof_of(token, run, name, life),
+                    say=say,
                 ).run()
         except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)
@@ -164,6 +227,18 @@ def run_nodes(
         if isinstance(error, EdgesplitError | KeyboardInterrupt):
             raise error
         raise RunError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _connected(access: Access, run: str, name: str, key: Key | None, *, give_up: float, again: bool) -> MqttTransport:
+    """Connect a node; ``again``: for as long as it would wait for the broker later."""
+    deadline = time.monotonic() + (give_up if again else 0.0)
+    while True:
+        try:
+            return MqttTransport(access, run=run, node=name, key=key, give_up=give_up)
+        except Unreachable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(CALL_S)
 
 
 def state_directory(run: str) -> Path:

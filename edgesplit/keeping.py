@@ -12,10 +12,14 @@ from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.logbook import Logbook
+from edgesplit.plan import Plan
 from edgesplit.resuming import snapshot, take_up, take_up_beginning
 from edgesplit.training import RoundDone, Training
 
 BEST = "best.safetensors"
+
+NEXT_PLAN = "next-plan.json"
+"""A plan that is put into the run's folder under this name is taken up when the next round begins."""
 
 
 class Keeper:
@@ -70,6 +74,19 @@ class Keeper:
         coordinator = training.conductor.coordinator
         found = snapshot(number, self._experiment, coordinator, training, federation, self.best)
         return checkpoint.save(self.directory / "checkpoints", found, self._experiment.checkpoint.keep)
+
+    def next_plan(self) -> Plan | None:
+        """Take the plan that somebody has put into the folder for the next round; None: nobody has.
+
+        Raises:
+            PlanError: it is none; it is put aside.
+        """
+        path = self.directory / NEXT_PLAN if self.directory is not None else None
+        if path is None or not path.exists():
+            return None
+        taken = path.with_suffix(".taken.json")
+        path.replace(taken)
+        return Plan.load(taken)
 
     def last(self) -> Path | None:
         """Return the newest whole checkpoint; None: there is none yet."""

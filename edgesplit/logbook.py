@@ -35,6 +35,7 @@ class Progress:
         cuts: see :class:`Line`.
         done: what was told of the steps that have ended.
         rows: of each of them: who took part, whether it counts, the coordinator's standing after it.
+        out: devices that take no part in the round.
     """
 
     base: Point
@@ -44,6 +45,7 @@ class Progress:
     cuts: list[tuple[int, Point]] = field(default_factory=list)
     done: list[StepDone] = field(default_factory=list)
     rows: list[tuple[tuple[str, ...], bool, Standing]] = field(default_factory=list)
+    out: list[str] = field(default_factory=list)
 
     def line(self, drafts: Mapping[int, Draft]) -> Line:
         """Return the line of the steps that have ended; ``drafts`` by their steps.
@@ -161,6 +163,9 @@ def progress_of(lines: Iterable[str]) -> Progress | None:
 
 
 def _take(progress: Progress, record: Mapping[str, Any]) -> None:
+    if "out" in record:
+        progress.out = [str(device) for device in record["out"]]
+        return
     if "cut" in record:
         point = Point(*record["cut"])
         progress.cuts.append((record["term"], point))

@@ -37,7 +37,14 @@ class End:
     message: Message
 
 
-Effect = Send | Begin | Heed | End
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Effect: let people know what the coordinator says."""
+
+    text: str
+
+
+Effect = Send | Begin | Heed | End | Notice
 
 
 class Member:
@@ -80,6 +87,8 @@ class Member:
             return [Begin(message)]
         if message.sender == COORDINATOR and message.kind == "stop":
             return [End(message)]
+        if message.sender == COORDINATOR and message.kind == "notice":
+            return [Notice(str(message.meta.get("text")))]
         return [Heed(message)] if self._assigned else []  # what was sent to an earlier life is of no use
 
     def deadline(self) -> float:

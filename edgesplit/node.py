@@ -9,22 +9,28 @@ uncommitted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from edgesplit.codecs import Packed
 from edgesplit.errors import FrameError
-from edgesplit.plan import Plan
+from edgesplit.mailbox import Key, Mailbox
+from edgesplit.plan import Plan, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import DATA_KINDS, Message
 
-Key = tuple[str, int, int, int]
-
 HALTING = frozenset({"halt", "return"})
 """Questions that end whatever a node is doing."""
+
+SERVED = frozenset({"halt", "return", "fetch", "load", "insert"})
+"""Questions that a node answers; others are not ours."""
+
+MOST_REQUESTS = 1024
+"""Open questions, and words on steps that passed this node by; more are not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +154,9 @@ class NodeMachine:
         self.loss_scale = 1.0
         self._order = order
         self._nodes = frozenset(plan.nodes())
-        self._routes = {route.device: route.stages for route in plan.routes}
+        self._devices = frozenset(route.device for route in plan.routes)
         self._pending: deque[Action] = deque()
-        self._held: dict[Key, Message] = {}
+        self._held = Mailbox()
         self._micros: dict[int, tuple[Step, Micro]] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._steps: deque[Step] = deque()  # not yet settled, in order
@@ -164,6 +170,20 @@ class NodeMachine:
         self._keeps: deque[int] = deque()  # steps whose updates are made
         self._passing: deque[int] = deque()  # steps that pass this node by, whose commits it must know nevertheless
         self._requests: deque[Message] = deque()
+        # Without commits a node could run away from those behind it, which then hold all that it sends: of the steps
+        # of a sheet that the fleet has not ended, the number after the last micro-batch.
+        self._ends: deque[tuple[int, int]] = deque()
+        self.lead = _lead(plan) + window
+
+    @property
+    def dropped(self) -> int:
+        """Messages that nothing here waits for."""
+        return self._held.dropped
+
+    @property
+    def halted(self) -> bool:
+        """Whether the coordinator has ended what was planned."""
+        return not self._steps and bool(self._requests) and self._requests[0].kind in HALTING
 
     # -- messages in
 
@@ -171,7 +191,7 @@ class NodeMachine:
         """Take a message. Raises FrameError where a control message is malformed."""
         if message.kind in DATA_KINDS:
             if message.term >= self.term and message.sender in self._nodes:
-                self._held[message.kind, message.stage, message.micro, message.slice] = message
+                self._held.put(message)
         elif message.sender != COORDINATOR or message.term < self.term:
             return
         elif message.kind == "sheet":
@@ -180,21 +200,28 @@ class NodeMachine:
             commit = Commit.of(message.meta)
             if commit.apply and commit.step in self._left:
                 self._commits[commit.step] = message
-            elif commit.apply:
-                self._verdicts.append(commit)  # a step that passed this node by
-            else:
+            elif not commit.apply:
                 self._roll_back(commit, message.term)
-        else:
+            elif len(self._verdicts) < MOST_REQUESTS:
+                self._verdicts.append(commit)  # a step that passed this node by
+        elif message.kind == "ended":
+            ended = message.meta.get("step")
+            while self._ends and isinstance(ended, int) and self._ends[0][0] <= ended:
+                self._ends.popleft()
+        elif message.kind in SERVED:
             if message.kind in HALTING:
                 self._halt(message.term)
-            self._requests.append(message)
+            if len(self._requests) < MOST_REQUESTS:
+                self._requests.append(message)
+        else:
+            self._held.dropped += 1
 
     def _halt(self, term: int) -> None:
         """Drop all that was planned and all that is under way: the coordinator will say where to go on."""
         self.term = term
         for step in list(self._steps):
             self._forget(step)
-        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests):
+        for held in (self._pending, self._verdicts, self._keeps, self._passing, self._requests, self._ends):
             held.clear()
         for named in (self._live, self._held, self._commits):
             named.clear()
@@ -209,13 +236,26 @@ class NodeMachine:
         self._passing = deque(step for step in self._passing if step < commit.step)
         for step in [step for step in self._steps if step.step >= commit.step]:
             self._forget(step)
-        self._held = {key: message for key, message in self._held.items() if message.term >= term}
+        self._held.renew(term)
 
     def _take_sheet(self, sheet: Sheet) -> None:
-        if strange := {device for step in sheet.steps for device in step.batches} - set(self._routes):
+        if strange := {device for step in sheet.steps for device in step.batches} - self._devices:
             raise FrameError(f"a sheet message is malformed: device {min(strange)!r} has no route")
+        for micro in (micro for step in sheet.steps for micro in step.micros):
+            if micro.route >= self.plan.ways(micro.device):
+                raise FrameError(f"a sheet message is malformed: {micro.device!r} has no way {micro.route}")
+        numbers = [micro.micro for step in sheet.steps for micro in step.micros]
+        if len(set(numbers)) < len(numbers) or not self._micros.keys().isdisjoint(numbers):
+            raise FrameError("a sheet message is malformed: a micro-batch's number is used twice")
+        steps = [*(step.step for step in self._steps), *(step.step for step in sheet.steps)]
+        if any(a >= b for a, b in pairwise(steps)):
+            raise FrameError("a sheet message is malformed: its steps do not follow each other")
         actions = self._forwards(sheet) if sheet.evaluate else self._order(sheet.steps)
         self._pending.extend(actions)
+        if not self._steps:
+            self._ends.clear()  # of a sheet before, whose steps have all ended
+        if sheet.evaluate or not self.synchronous:
+            self._ends.extend((step.step, step.micros[-1].micro + 1) for step in sheet.steps if step.micros)
         by_micro = {micro.micro: (step, micro) for step in sheet.steps for micro in step.micros}
         counts: dict[int, int] = {}
         for action in actions:
@@ -230,15 +270,32 @@ class NodeMachine:
                     self._evaluating.add(step.step)
             elif sheet.everyone and step.micros:
                 self._passing.append(step.step)
+        self._held.expect(
+            {key: sender for action in actions for key, sender in self._needs(action, by_micro[action.micro][1])},
+            max(by_micro, default=-1) + 1,
+        )
+
+    def _needs(self, action: Action, micro: Micro) -> Iterator[tuple[Key, tuple[str, str]]]:
+        """Yield the messages that an action consumes, each with who is to send it and of whose micro-batch it is."""
+        stages, (op, stage, number, part) = self._path(micro), action
+        if op == "F" and stage:
+            yield ("act", stage, number, part), (stages[stage - 1].node, micro.device)
+            if stage == len(stages) - 1:
+                yield ("target", stage, number, part), (micro.device, micro.device)
+        elif op in "BI" and stage + 1 < len(stages):
+            yield ("grad", stage, number, part), (stages[stage + 1].node, micro.device)
 
     def _forwards(self, sheet: Sheet) -> list[Action]:
         return [
             Action("F", stage, micro.micro)
             for step in sheet.steps
-            for stage in range(max(map(len, self._routes.values())))
+            for stage in range(self.plan.stages)
             for micro in step.micros
-            if stage < len(route := self._routes[micro.device]) and route[stage].node == self.name
+            if stage < len(path := self._path(micro)) and path[stage].node == self.name
         ]
+
+    def _path(self, micro: Micro) -> tuple[Stage, ...]:
+        return self.plan.path(micro.device, micro.route)
 
     # -- what to do next
 
@@ -289,7 +346,7 @@ class NodeMachine:
         step, micro = self._micros[action.micro]
         if action.op == "U":
             return self._ready_update(action, step, earlier)
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         if action.op == "F":
             return self._ready_forward(action, step, micro, earlier)
@@ -304,6 +361,10 @@ class NodeMachine:
                 return None
         return Run(action, step, micro, grad=grad, to=to, weight=live.weight, last=last)
 
+    def _too_far(self, action: Action) -> bool:
+        """Whether a forward must wait for the slowest of the fleet."""
+        return action.op == "F" and bool(self._ends) and action.micro >= self._ends[0][1] + self.lead
+
     def _step_of(self, action: Action) -> int:
         return self._micros[action.micro][0].step
 
@@ -314,7 +375,9 @@ class NodeMachine:
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
         if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
-        stages = self._routes[micro.device]
+        if self._too_far(action):
+            return None
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         act = target = None
         if action.stage:
@@ -370,7 +433,7 @@ class NodeMachine:
         if action.op == "F":
             sends = self._done_forward(run, outcome)
         elif action.op in "BI":
-            self._held.pop(("grad", action.stage, action.micro, action.slice), None)
+            self._held.take(("grad", action.stage, action.micro, action.slice))
             if run.to is not None:
                 weight = self._live[action.stage, action.micro].weight
                 sends = [self._data("grad", run.to, action, action.stage - 1, outcome.arrays, weight, outcome.version)]
@@ -381,7 +444,7 @@ class NodeMachine:
     def _done_forward(self, run: Run, outcome: Outcome) -> list[Send]:
         action, act = run.action, run.act
         for kind in ("act", "target"):
-            self._held.pop((kind, action.stage, action.micro, action.slice), None)
+            self._held.take((kind, action.stage, action.micro, action.slice))
         if not run.evaluate:
             sends_grad = act is not None and bool(act.meta.get("needs"))
             self._live[action.stage, action.micro] = _Live(sends_grad, bool(outcome.needs), outcome.weight)
@@ -402,11 +465,11 @@ class NodeMachine:
         return sends
 
     def _send_target(self, micro: Micro, action: Action, outcome: Outcome) -> list[Send]:
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = len(stages) - 1
         send = self._data("target", stages[last].node, action, last, outcome.target or {}, outcome.weight, 0)
         if send.to == self.name:  # both ends of a U-shape: labels never leave the device
-            self._held["target", last, action.micro, action.slice] = send.message
+            self._held.put(send.message)
             return []
         return [send]
 
@@ -440,6 +503,7 @@ class NodeMachine:
         self._metrics.pop(step.step, None)
         for micro in step.micros:
             self._micros.pop(micro.micro, None)
+        self._held.forget({micro.micro for micro in step.micros})
 
     # -- messages out
 
@@ -479,14 +543,16 @@ class NodeMachine:
         if self._pending:
             action = self._pending[0]
             step, micro = self._micros[action.micro]
-            stages = self._routes[micro.device]
+            stages = self._path(micro)
             if self._passing and self._passing[0] < step.step:
                 return f"the commit of step {self._passing[0]}"
+            if self._too_far(action):
+                return f"the others to end step {self._ends[0][0]}, before it may run {action} of step {step.step}"
             if action.op == "U":
                 return f"the commit of step {self._steps[0].step}"
             if action.op == "F" and action.stage:
                 kind, source = "act", stages[action.stage - 1].node
-                if ("act", action.stage, action.micro, action.slice) in self._held:
+                if self._held.get(("act", action.stage, action.micro, action.slice)) is not None:
                     kind, source = "target", micro.device
             elif action.op in "BI" and action.stage + 1 < len(stages):
                 kind, source = "grad", stages[action.stage + 1].node
@@ -496,3 +562,14 @@ class NodeMachine:
         if self._steps:
             return f"the commit of step {self._steps[0].step}"
         return None
+
+
+def _lead(plan: Plan) -> int:
+    """How many micro-batches a forward may be ahead of the step that the fleet is at, where no commit holds it back.
+
+    As many as any order of a method runs forwards before a backward of an earlier micro-batch: twice the length of the
+    longest route, a stage counting for each node that shares it. So this never holds up what the step needs.
+    """
+    longest = max((len(route.stages) for route in plan.routes), default=0)
+    sharing = [len({r.stages[i].node for r in plan.routes if i < len(r.stages)}) for i in range(longest)]
+    return 2 * sum(sharing)

@@ -12,6 +12,9 @@ from edgesplit.schedule import Micro, Step
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
 
+MOST_REASON = 200
+"""Characters of a reason that a node gives."""
+
 MAX_STEPS = 1_000_000
 """Steps or micro-batches that one sheet may hold: more is not a sheet of ours."""
 
@@ -57,7 +60,7 @@ class Sheet:
                 "step": step.step,
                 "lr": step.lr,
                 "batches": {device: list(where) for device, where in step.batches.items()},
-                "micros": [list(micro) for micro in step.micros],
+                "micros": [list(micro if micro.route else micro[:4]) for micro in step.micros],
             }
             for step in self.steps
         ]
@@ -78,8 +81,9 @@ def _step(entry: Any) -> Step:
     _need(isinstance(micros, list) and isinstance(batches, dict), "sheet", "a step without micro-batches")
     _need(_whole(entry.get("step")) and _finite(entry.get("lr")), "sheet", "a step without number or rate")
     for micro in micros:
-        ok = isinstance(micro, list) and len(micro) == 4 and isinstance(micro[1], str) and micro[1] in batches
-        _need(ok and all(_whole(micro[i]) for i in (0, 2, 3)) and micro[2] <= micro[3], "sheet", f"micro {micro!r}")
+        ok = isinstance(micro, list) and len(micro) in (4, 5) and isinstance(micro[1], str) and micro[1] in batches
+        ok = ok and all(_whole(value) for value in (micro[0], *micro[2:])) and micro[2] <= micro[3]
+        _need(ok, "sheet", f"micro {micro!r}")
     for where in batches.values():
         _need(
             isinstance(where, list) and len(where) == 2 and type(where[0]) is int and _whole(where[1]),
@@ -137,6 +141,7 @@ class Report:
             after a step that was not finite.
         skipped: asynchronous methods: updates that were left out because they were not finite.
         metrics: in evaluation, device -> metric -> (sum, count).
+        offences: device -> what was wrong with its messages of the step.
     """
 
     step: int
@@ -147,6 +152,7 @@ class Report:
     skipped: int = 0
     metrics: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     source: str | None = None
+    offences: Mapping[str, str] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values (non-finite numbers as null: JSON has none)."""
@@ -162,6 +168,7 @@ class Report:
                 device: {name: [_json(v) for v in pair] for name, pair in values.items()}
                 for device, values in self.metrics.items()
             },
+            **({"offences": dict(self.offences)} if self.offences else {}),
         }
 
     @classmethod
@@ -172,6 +179,9 @@ class Report:
         culprit, source, metrics = meta.get("culprit"), meta.get("source"), meta.get("metrics")
         _need(all(name is None or isinstance(name, str) for name in (culprit, source)), "report", "culprit or source")
         _need(isinstance(metrics, dict) and all(isinstance(v, dict) for v in metrics.values()), "report", "metrics")
+        offences = meta.get("offences", {})
+        told = isinstance(offences, dict) and all(isinstance(what, str) for what in offences.values())
+        _need(told, "report", "offences")
         return cls(
             step,  # type: ignore[arg-type]
             finite,  # type: ignore[arg-type]
@@ -181,6 +191,7 @@ class Report:
             skipped,  # type: ignore[arg-type]
             {d: {name: _pair(pair) for name, pair in v.items()} for d, v in metrics.items()},  # type: ignore[union-attr]
             source,
+            {device: what[:MOST_REASON] for device, what in offences.items()},
         )
 
 
@@ -222,6 +233,7 @@ class Assignment:
         emulate: how the node plays a slower one, see ``emulation.py``; None: it does not.
         run: identifies the run, also after its coordinator was started again.
         again: the node has been told its part before, in another life.
+        limits: what devices may send: ``{"weight": most of a sample, or None}``; None: nothing is looked at.
     """
 
     plan: Mapping[str, Any]
@@ -242,6 +254,7 @@ class Assignment:
     emulate: Mapping[str, Any] | None = None
     run: str = ""
     again: bool = False
+    limits: Mapping[str, Any] | None = None
 
     def meta(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -255,7 +268,7 @@ class Assignment:
             _need(isinstance(values[name], str), "assign", name)
         for name in ("plan", "codecs", "task"):
             _need(isinstance(values[name], dict), "assign", name)
-        for name in ("shard", "optimizer", "emulate"):
+        for name in ("shard", "optimizer", "emulate", "limits"):
             _need(values[name] is None or isinstance(values[name], dict), "assign", name)
         for name in ("split_backward", "add_replicas", "barrier", "evaluate", "again"):
             _need(isinstance(values[name], bool), "assign", name)
@@ -263,6 +276,8 @@ class Assignment:
             _need(_whole(values[name]) and values[name] >= least, "assign", name)  # type: ignore[operator]
         _need(_finite(values["loss_scale"]) and values["loss_scale"] > 0, "assign", "loss_scale")  # type: ignore[operator]
         _need(all(isinstance(codec, str) for codec in values["codecs"].values()), "assign", "codecs")  # type: ignore[union-attr]
+        weight = (values["limits"] or {}).get("weight")
+        _need(weight is None or _finite(weight), "assign", "limits")
         _need(values["shard"] is None or _shard(values["shard"]), "assign", "shard")
         return cls(**values)  # type: ignore[arg-type]
 

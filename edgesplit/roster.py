@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +18,14 @@ class Absence:
 
 
 class Roster:
-    """The nodes of a run.
-
-    Args:
-        nodes: their names.
+    """The nodes that have come to a run.
 
     Attributes:
         lives: the random number that each living process of a node has told; a new one means that it lost its memory.
         lost: nodes that cannot be reached now.
     """
 
-    def __init__(self, nodes: Iterable[str]) -> None:
-        self.nodes = frozenset(nodes)
+    def __init__(self) -> None:
         self.lives: dict[str, str] = {}
         self.lost: dict[str, Absence] = {}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgesplit.errors import ExperimentError, RunError
+from edgesplit.observe.recorder import earlier
 from edgesplit.transport import frames
 from edgesplit.transport.key import Key
 
@@ -68,13 +69,13 @@ class RunDirectory:
             raise ExperimentError(f"run name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ -: it becomes a topic")
         fresh = f"{_as_name(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = out if out is not None else Path("runs") / (name or fresh)
-        if resume and not ((path / "checkpoints").is_dir() or (path / "state").is_dir()):
+        if resume and not any((path / left).exists() for left in ("checkpoints", "state", KEY)):
             raise ExperimentError(f"{path} has no checkpoints to resume from")
         if not resume and _has_begun(path):
             raise ExperimentError(f"{path} holds a run already: resume it with --resume, or choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if not (resume and (path / KEY).exists()):  # nodes that outlived the coordinator hold the old one
+            if not (path / KEY).exists():  # nodes that wait for a coordinator that was killed hold the old one
                 cls._write_key(path / KEY)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
@@ -112,4 +113,4 @@ class RunDirectory:
 def _has_begun(path: Path) -> bool:
     """Whether a run in this folder has done anything; one that was refused may be tried again."""
     events = path / "events.jsonl"
-    return events.exists() and events.stat().st_size > 0
+    return (events.exists() and events.stat().st_size > 0) or bool(earlier(events))

@@ -15,16 +15,28 @@ from edgesplit.assembly import Model, build_model
 from edgesplit.bringup import assign, make_conductor, make_federation, make_training
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
+from edgesplit.conductor import Admit
 from edgesplit.coordinator import NodeChanged, StepDone
-from edgesplit.errors import ExperimentError, NodeLost, RunError, TaskError, TransportTimeout, did_you_mean
+from edgesplit.errors import (
+    EdgesplitError,
+    ExperimentError,
+    NodeLost,
+    PlanError,
+    RunError,
+    TaskError,
+    TransportTimeout,
+    did_you_mean,
+)
 from edgesplit.evaluation import evaluate
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Fleet, Threads
 from edgesplit.keeping import Keeper
+from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
 from edgesplit.plan import Plan
+from edgesplit.sharing import with_peers
 from edgesplit.splitting import load_weights
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
@@ -66,6 +78,7 @@ class Session:
         watch: called now and then; raises where something that the run needs has died.
         identity: identifies the run, also when it is resumed; None: a new one.
         resume: go on with the run in ``directory``.
+        admit: lets devices in that the plan does not name, see :class:`Admissions`.
         strategy: a Flower strategy object in place of the experiment's.
         say: told, in a line, what people should know while the fleet comes up.
 
@@ -90,17 +103,19 @@ class Session:
         watch: Callable[[], None] = lambda: None,
         identity: str | None = None,
         resume: bool = False,
+        admit: Admit | None = None,
         strategy: Any = None,
         say: Callable[[str], None] = lambda text: None,
         **keywords: Any,
     ) -> None:
         if experiment is not None and keywords:
             raise ExperimentError(f"experiment and {', '.join(sorted(keywords))} are both given: put them into one")
-        self.plan, self.task = plan, task
+        self.task = task
         self.experiment = experiment or options(**keywords)
+        plan = with_peers(plan, self.experiment.pipeline.share)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
-        self._also_on_step, self._also_watch = on_step, watch
+        self._also_on_step, self._also_watch, self._say = on_step, watch, say
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
@@ -124,6 +139,8 @@ class Session:
             on_node=self._on_node,
             note=self._keeper.logbook.note,
             say=say,
+            admit=admit,
+            audit=Audit(directory / "audit.jsonl" if directory is not None else None),
         )
         self.training = make_training(
             self._conductor,
@@ -145,6 +162,11 @@ class Session:
         except BaseException as error:
             self._fail(error)
             raise
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the moment: without the nodes that are missing."""
+        return self._conductor.coordinator.plan
 
     # -- driving
 
@@ -193,8 +215,55 @@ class Session:
         """The number of the next round, from 1."""
         return self.rounds[-1].number + 1 if self.rounds else self._resumed + 1
 
+    def replan(self, plan: Plan) -> None:
+        """Go on by another plan, from now on: between two rounds only. Layers that change hands move with their state.
+
+        Nodes that are new are started where this session starts nodes; elsewhere they must be started by then.
+
+        Raises:
+            PlanError: it is a plan of another model.
+            ExperimentError: it does not go with the method or the strategy.
+            TransportTimeout: a new node does not come.
+        """
+        self._want(plan)
+        try:
+            self._catch_up()
+            self._conductor.join(plan.nodes(), self.experiment.timeouts.join_s)
+            self.training.adopt_plan()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _want(self, plan: Plan) -> None:
+        """Check a plan, have it when its nodes are there, and start those that are new."""
+        if plan.layers != self.plan.layers:
+            raise PlanError(
+                f"the plan has layers {', '.join(plan.layers)}: the model's are {', '.join(self.plan.layers)}"
+            )
+        plan = with_peers(plan, self.experiment.pipeline.share)
+        assembly.check_placement(self.model, plan)
+        assembly.method_for(self.experiment, plan, self.model)
+        if new := [node for node in plan.nodes() if node not in self._conductor.coordinator.known]:
+            self._fleet.start(new)
+            if self._fleet.starts:
+                self._conductor.coordinator.known.update(new)
+                self._conductor.join(new, self.experiment.timeouts.join_s)
+        self._conductor.coordinator.want(plan)
+
+    def _look_for_plan(self) -> None:
+        """Take up a plan that was put into the run's folder; one that cannot be is said to be so, and not taken."""
+        try:
+            plan = self._keeper.next_plan()
+            if plan is not None:
+                self._want(plan)
+        except EdgesplitError as error:
+            self._say(f"the plan that was put there is not taken: {error}")
+        if self.training.adopt_plan():
+            self._say(f"round {self.next_round} begins with another plan")
+
     def _round(self, number: int) -> RoundDone:
         e = self.experiment
+        self._look_for_plan()
         done = self.training.round(number, optimizer=self._keeper.due(number))
         if e.evaluate.every and (number % e.evaluate.every == 0 or number == e.rounds):
             metrics: dict[str, float] = {}
@@ -335,7 +404,7 @@ class Session:
 
     def links(self) -> dict[str, int]:
         """Payload bytes sent so far, ``a->b`` -> bytes, as the nodes last told."""
-        told = {**self._conductor.traffic, COORDINATOR: self._transport.traffic()}
+        told = {**self._conductor.traffic, COORDINATOR: self._transport.traffic(COORDINATOR)}
         return {f"{src}->{dst}": n for src in sorted(told) for dst, n in sorted(told[src].items())}
 
     # -- the end

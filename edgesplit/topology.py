@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from edgesplit.attendance import hours_of
 from edgesplit.errors import TopologyError, did_you_mean
 from edgesplit.task import COORDINATOR
 
@@ -44,6 +45,8 @@ class Node:
         profile: name of a board's profile.
         threads: compute threads; None: the run's.
         config: what the task's data functions get as ``Shard.config``.
+        hours: of a device: when it takes part, see :func:`hours_of`; None: always.
+        max_mb_per_round: of a device: 10^6 bytes that it may send and get in a round; None: any.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Node:
     profile: str | None = None
     threads: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    hours: str | None = None
+    max_mb_per_round: float | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "node")
@@ -80,6 +85,12 @@ class Node:
         _check_count(self.processes, where, "processes")
         if self.threads is not None:
             _check_count(self.threads, where, "threads")
+        if self.max_mb_per_round is not None:
+            _check_number(self.max_mb_per_round, where, "max_mb_per_round")
+        if self.hours is not None:
+            hours_of(self.hours)
+        if self.tier != DEVICE and (self.hours is not None or self.max_mb_per_round is not None):
+            raise TopologyError(f"{where} is no device: hours and max_mb_per_round are for devices, remove them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,21 @@ class Link:
         return self.latency_s + nbytes * 8e-6 / self.mbps
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How devices join that no file names.
+
+    Attributes:
+        parents: the nodes that they may be under; the one with the fewest devices gets the next.
+        token_file: the tokens that let a device in, one a line, or a device's name and its own token.
+        max: how many may join; None: any number.
+    """
+
+    parents: tuple[str, ...]
+    token_file: str
+    max: int | None = None
+
+
 @dataclass(frozen=True)
 class Topology:
     """Nodes by name in the order of the file, and how they are connected.
@@ -113,6 +139,7 @@ class Topology:
         nodes: name -> node.
         links: directed links beside those between a node and its parent.
         broker_at: the node whose host runs the broker; None: messages go the direct way.
+        admit: how further devices join; None: they do not. It is no part of :meth:`to_dict`.
 
     Raises:
         TopologyError: it describes no fleet; the message names the node and says what to do.
@@ -121,6 +148,7 @@ class Topology:
     nodes: Mapping[str, Node]
     links: tuple[Link, ...] = ()
     broker_at: str | None = None
+    admit: Admission | None = None
 
     def __post_init__(self) -> None:
         for key, node in self.nodes.items():
@@ -151,7 +179,7 @@ class Topology:
         from edgesplit.topology_file import read_topology  # pydantic and YAML stay off the device's path
 
         found = read_topology(Path(path))
-        return cls(found.nodes, found.links, found.broker_at)
+        return cls(found.nodes, found.links, found.broker_at, found.admit)
 
     @classmethod
     def of(cls, nodes: Iterable[Node], links: Sequence[Link] = (), broker_at: str | None = None) -> Self:
@@ -355,4 +383,7 @@ def _fields(kind: type[Node | Link], entry: Mapping[str, Any]) -> dict[str, Any]
 
 def _to_json(part: Node | Link) -> dict[str, Any]:
     values = {f.name: getattr(part, f.name) for f in fields(part)}
+    for key in ("hours", "max_mb_per_round"):
+        if values.get(key, 0) is None:
+            del values[key]
     return {key: None if key.endswith("mbps") and math.isinf(value) else value for key, value in values.items()}

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -16,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edgesplit.errors import EdgesplitError, TopologyError, did_you_mean
-from edgesplit.topology import Link, Node, Topology, unknown_parent
+from edgesplit.topology import DEVICE, Admission, Link, Node, Topology, unknown_parent
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -62,6 +63,10 @@ class NodeEntry(Section):
     """name of a board's profile"""
     threads: Count | None = None
     """compute threads; default: the experiment's"""
+    hours: str | None = None
+    """of a device: when it takes part, on the coordinator's clock, like `01:00-05:00`; default: always"""
+    max_mb_per_round: Positive | None = None
+    """of a device: 10^6 bytes that it may send and get in a round; it sits out until the mean is within that"""
     config: dict[str, Any] = Field(default_factory=dict)
     """what the task's data functions get as `shard.config`; `{name}` in a text becomes the node's name"""
 
@@ -122,7 +127,6 @@ class NotYet(NamedTuple):
 
 
 NOT_YET = (
-    NotYet("admit", "", lambda value: value is not None, "every device must be named under nodes"),
     NotYet("nodes.*.profile", "", lambda value: value is not None, "give gflops and memory_mb"),
     NotYet("nodes.*.runtime", " onnx", lambda value: value == "onnx", "nodes compute with torch"),
     NotYet("nodes.*.threads", "", lambda value: value is not None, "set the experiment's threads"),
@@ -136,20 +140,25 @@ def read_topology(path: Path) -> Topology:
     Raises:
         TopologyError: one line, beginning with the file's name.
     """
-    return parse_topology(read_yaml(path, TopologyError), path.name)
+    return parse_topology(read_yaml(path, TopologyError), path.name, path.parent)
 
 
-def parse_topology(data: Any, source: str) -> Topology:
-    """Check and expand the mapping that a topology file holds; ``source`` begins the errors."""
+def parse_topology(data: Any, source: str, base: Path = Path()) -> Topology:
+    """Check and expand the mapping that a topology file holds.
+
+    Args:
+        source: begins the errors.
+        base: the folder that relative paths begin at.
+    """
     entries = parse(TopologyFile, data, lambda _: source, TopologyError)
     refuse_not_yet(entries, NOT_YET, lambda _: source, TopologyError)
     try:
-        return _expand(entries)
+        return _expand(entries, base)
     except TopologyError as error:
         raise TopologyError(f"{source}: {error}") from None
 
 
-def _expand(entries: TopologyFile) -> Topology:
+def _expand(entries: TopologyFile, base: Path) -> Topology:
     groups = {
         name: [name] if entry.count is None else [f"{name}-{i + 1}" for i in range(entry.count)]
         for name, entry in entries.nodes.items()
@@ -182,7 +191,19 @@ def _expand(entries: TopologyFile) -> Topology:
     broker_at = entries.broker.at if entries.broker else None
     if broker_at is not None:
         _refuse_group("broker.at", broker_at, counted)
-    return Topology.of(nodes, links, broker_at)
+    found = Topology.of(nodes, links, broker_at)
+    return found if entries.admit is None else replace(found, admit=_admission(entries.admit, groups, found, base))
+
+
+def _admission(entry: AdmitEntry, groups: Mapping[str, list[str]], topology: Topology, base: Path) -> Admission:
+    if entry.tier != DEVICE:
+        raise TopologyError(f"admit.tier is {entry.tier!r}: only nodes of tier {DEVICE!r} can join that no file names")
+    parents = groups.get(entry.parent, [entry.parent])
+    for parent in parents:
+        if parent not in topology.nodes:
+            near = did_you_mean(parent, [*groups, *topology.nodes])
+            raise TopologyError(f"admit.parent is {parent!r}, which is not a node{near}")
+    return Admission(tuple(parents), str(base / entry.token_file), entry.max)
 
 
 def _check_effect(name: str, entry: NodeEntry, counted: Mapping[str, list[str]]) -> None:

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from edgesplit.attendance import Attendance
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.conductor import Conductor
+from edgesplit.conductor import Asked, Conductor
 from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation, Group, Reply, Request, average
 from edgesplit.logbook import Progress
+from edgesplit.offences import Judged, as_most, judge
 from edgesplit.plan import Plan
 from edgesplit.recovery import Line, Point, Standing
 from edgesplit.replanning import moved
@@ -25,6 +27,12 @@ from edgesplit.sheets import Agenda, Draft, Share, evaluation
 from edgesplit.transport.base import Message
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+HOURS_S = 10.0
+"""Between two looks at the clock while all devices are outside their hours."""
+
+MOST_BATCHES, MOST_SAMPLES = 1_000_000, 1_000_000
+"""Batches that a device may say it has in an epoch, and samples in one."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,11 @@ class Training:
         self.conductor, self.experiment, self.names = conductor, experiment, names
         self.params, self.buffers = params, buffers
         self.on_step = on_step
+        self.attendance = Attendance({})
+        self._out: list[str] | None = None  # devices that take no part in the round that was begun
         self.held: dict[str, Held] = {}
+        self._judged: dict[tuple[str, str], Judged] = {}  # of this round: group, node
+        self._as_most: dict[str, str] = {}  # of replicas that must be equal: group -> a node whose is as most are
         self._next: Plan | None = None  # of the next round
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
@@ -190,6 +202,7 @@ class Training:
         line = Line(Point(load, agenda.step - 1), standing)
         if progress is not None and progress.base == line.base:
             trial = Agenda(agenda.sizes, agenda.lr, dict(agenda.done), agenda.step)
+            self._out = progress.out
             line = progress.line({draft.step: draft for draft in self.drafts(number, trial)})
             self._ended = list(progress.done)
         self.conductor.resume(line, *last)
@@ -211,10 +224,13 @@ class Training:
 
     def _read(self, node: str, reply: Message) -> Held:
         rows = reply.meta.get("weights")
-        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 2 for row in rows):
+        if not isinstance(rows, list) or not all(map(_is_weight, rows)):
             raise RunError(f"{node!r} sent its weights in a form that is not ours: run the same version everywhere")
-        held = Held(unpack(reply.arrays), {int(layer): float(weight) for layer, weight in rows})
         params, buffers = self.names.of(self.plan.layers_of(node))
+        known = {f"{kind}/{name}" for kind, names in (("param", params), ("buffer", buffers)) for name in names}
+        known |= {f"optimizer/{name}" for name in params}
+        ours = {name: array for name, array in unpack(reply.arrays).items() if name.partition("//")[0] in known}
+        held = Held(ours, {layer: float(weight) for layer, weight in rows})
         for kind, wanted, like in (("param", params, self.params), ("buffer", buffers, self.buffers)):
             found = held.part(kind)
             for name in wanted:
@@ -230,16 +246,36 @@ class Training:
         count = self.experiment.data.per_round
         if count is None:
             return devices
-        if count > len(devices):
-            raise ExperimentError(f"data.per_round is {count}, but there are {len(devices)} devices: lower it")
+        if count > (known := len(self.conductor.coordinator.wanted.routes)):
+            raise ExperimentError(f"data.per_round is {count}, but there are {known} devices: lower it")
         key = hashlib.blake2b(f"devices/{self.experiment.seed}/{number}".encode(), digest_size=16).digest()
         chosen = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8"))).permutation(len(devices))[:count]
         return [devices[i] for i in sorted(chosen)]
 
     def drafts(self, number: int, agenda: Agenda) -> list[Draft]:
-        """Draw up the steps of a round."""
+        """Draw up the steps of a round, without the devices that take no part in it."""
         e = self.experiment
-        return agenda.round(self.devices(number), steps=e.steps_per_round, epochs=e.epochs_per_round)
+        here = [device for device in self.devices(number) if device not in (self._out or ())]
+        return agenda.round(here, steps=e.steps_per_round, epochs=e.epochs_per_round)
+
+    def _attend(self, number: int) -> None:
+        """Decide who takes part in a round; where all are outside their hours, wait."""
+        if not self.attendance or self._out is not None:  # a resumed round is that which was begun
+            return
+        waited = False
+        while True:
+            devices = self.devices(number)
+            out = self.attendance.out(devices)
+            if len(out) < len(devices) or not all("hours" in why for why in out.values()):
+                break
+            if not waited:
+                self.conductor.say(f"round {number} waits: all devices are outside their hours")
+            waited = True
+            self.conductor.idle(HOURS_S)
+        for line in self.attendance.news(number, out):
+            self.conductor.say(line)
+        self._out = sorted(out)
+        self.conductor.note({"out": self._out})
 
     def total_steps(self, rounds: int) -> int:
         """How many steps a run of so many rounds has."""
@@ -264,7 +300,9 @@ class Training:
             drafts: its steps; None: as the experiment says.
             optimizer: fetch optimizer state too, for a checkpoint.
         """
-        drafts = self.drafts(number, self.drawn) if drafts is None else drafts
+        if drafts is None:
+            self._attend(number)
+            drafts = self.drafts(number, self.drawn)
         done, self._ended = self._ended, []
         left = drafts[len(done) :]
         seconds = 0.0
@@ -276,9 +314,11 @@ class Training:
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start
-            self._next = self.conductor.coordinator.next_plan()
             wanted = optimizer or self.experiment.federation.optimizer_state == "average"
-            self.fetch(optimizer=wanted or self._next.routes != self.plan.routes)
+            # Who is left out in the next round has it done again by the others, from what all held at its beginning.
+            self.fetch(optimizer=wanted or self.experiment.limits.quarantine_after is not None)
+            self._judge(drafts)
+            self._next = self.conductor.coordinator.next_plan()
             return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
@@ -287,6 +327,8 @@ class Training:
         else:
             train([])
             self._distribute({})
+        self._out = None
+        self.attendance.spent(self.conductor.spent() if self.attendance else {})
         missed = self.conductor.coordinator.missed
         took_part = {device for draft in drafts for device in draft.shares if draft.step not in missed.get(device, {})}
         for device in took_part:
@@ -306,7 +348,40 @@ class Training:
         layers, _ = self._groups[request.group]
         params, _ = self.names.of(layers)
         held = self.held[request.node]
+        if (judged := self._judged.get((request.group, request.node))) is not None:
+            return Reply(request.node, request.group, judged.arrays, judged.weight)
         return Reply(request.node, request.group, held.part("param", params), held.weights.get(layers[0], 0.0))
+
+    def _judge(self, drafts: Sequence[Draft]) -> None:
+        """Where there are limits: clip, or leave out of all means, what devices have made of their replicas."""
+        self._judged, self._as_most = {}, {}
+        limits = self.experiment.limits
+        if limits.quarantine_after is None and limits.device_norm is None:
+            return
+        devices = {route.device for route in self.plan.routes}
+        samples = {d: sum(draft.shares[d].samples for draft in drafts if d in draft.shares) for d in devices}
+        factor = limits.device_weight
+        most = {device: count * factor for device, count in samples.items()} if factor is not None else {}
+        offences: dict[str, tuple[str, Any]] = {}
+        for key, (layers, nodes) in self._shared.items():
+            params, buffers = self.names.of(layers)
+            before = {name: self.params[name] for name in params}
+            here = [node for node in nodes if node in self.held]
+            if self.experiment.federation.every == "step":
+                parts = {node: self.held[node].part("param", params) for node in here}
+                self._as_most[key], others = as_most(parts)
+                offences |= {node: ("its replica is not the others'", None) for node in others if node in devices}
+                continue
+            replicas = {n: (self.held[n].part("param", params), self.held[n].weights.get(layers[0], 0.0)) for n in here}
+            judged = judge(replicas, before, norm=limits.device_norm, most=most)
+            for node, one in judged.items():
+                if not all(np.isfinite(array).all() for array in self.held[node].part("buffer", buffers).values()):
+                    one = Judged(one.arrays, 0.0, "its buffers are not finite")
+                self._judged[key, node] = one
+                if one.what is not None and node in devices:
+                    offences.setdefault(node, (one.what, one.value))
+        for node, (what, value) in offences.items():
+            self.conductor.offend(node, what, value)
 
     def _distribute(self, results: Mapping[str, Arrays]) -> None:
         """Take the round's result as the model, and give replicas what has changed."""
@@ -314,7 +389,7 @@ class Training:
         for key, (layers, all_nodes) in self._groups.items():
             nodes = [node for node in all_nodes if node in self.held]
             params, buffers = self.names.of(layers)
-            new = results.get(key) or self.held[nodes[0]].part("param", params)
+            new = results.get(key) or self.held[self._as_most.get(key, nodes[0])].part("param", params)
             self.params |= new
             if key in results:
                 self._change(changed, nodes, "param", new)
@@ -331,9 +406,39 @@ class Training:
         self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
         self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
 
+    def adopt_plan(self) -> bool:
+        """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
+
+        Only the layers that change hands are sent, with their optimizers' state.
+        """
+        self._next = self.conductor.coordinator.next_plan()
+        if self._next.routes == self.plan.routes:
+            return False
+        if not self.held:  # before the first round
+            self.held = {node: Held(dict(arrays)) for node, arrays in self._given.items()}
+            self._whole = True
+        self._distribute({})
+        return True
+
+    def _fetch_state(self, layers: set[int]) -> None:
+        """Ask for the optimizers' state of these layers, of one node each, where it was not fetched."""
+        if self._whole or not layers:
+            return
+        replicas = self.plan.replicas()
+        holders: dict[str, list[int]] = {}
+        for layer in sorted(layers):
+            holder = next((node for node in replicas[layer] if node in self.held), None)
+            if holder is not None:
+                holders.setdefault(holder, []).append(layer)
+        asked: Asked = {node: ({"optimizer": True, "layers": mine}, {}) for node, mine in holders.items()}
+        for node, reply in self.conductor.ask("fetch", asked).items():
+            found = Held(unpack(reply.arrays)).part("optimizer")
+            self.held[node].arrays |= {f"optimizer/{name}": array for name, array in found.items()}
+
     def _change_plan(self, plan: Plan, changed: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Tell everybody another plan; return what each has to be given: of layers that it had, what has changed."""
         before, coordinator = self.plan, self.conductor.coordinator
+        self._fetch_state({layer for layers in moved(before, plan).values() for layer in layers})
         whole = {node: held.arrays for node, held in self.held.items()}
         # Until all have their new layers, a node that crashes has the round done again, by the new plan.
         self._given = self.spread(self._given, plan) if self._given else {}
@@ -355,8 +460,8 @@ class Training:
     def _learn(self, replies: Mapping[str, Message]) -> None:
         """Learn the data of devices that are new to the run."""
         for device, reply in replies.items():
-            if device not in self.drawn.sizes and (sizes := reply.meta.get("sizes")):
-                self.drawn.sizes[device], self.test_sizes[device] = list(sizes["train"]), list(sizes["test"])
+            if device not in self.drawn.sizes and reply.meta.get("sizes"):
+                self.drawn.sizes[device], self.test_sizes[device] = sizes_of(reply, "train"), sizes_of(reply, "test")
 
     def spread(self, nodes: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Arrays]:
         """What each node of a plan is to hold: what it held; of layers that are new to it, what some node held."""
@@ -416,6 +521,7 @@ class Training:
         self, key: str, layers: Sequence[int], nodes: Sequence[str], kind: str, names: Sequence[str]
     ) -> Arrays:
         weights = {node: self.held[node].weights.get(layers[0], 0.0) for node in nodes}
+        weights |= {node: one.weight for node in nodes if (one := self._judged.get((key, node))) is not None}
         active = [node for node in nodes if weights[node] > 0] or list(nodes)
         replies = [Reply(node, key, self.held[node].part(kind, names), weights[node]) for node in active]
         return average(replies) if any(reply.arrays for reply in replies) else {}
@@ -448,6 +554,24 @@ class Training:
 def one_step(step: int, batches: Mapping[str, tuple[int, int]], lr: float) -> Draft:
     """A step over batches given by hand: device -> (number of the batch given, samples)."""
     return Draft(step, {device: Share(GIVEN_EPOCH, index, samples) for device, (index, samples) in batches.items()}, lr)
+
+
+def _is_weight(row: Any) -> bool:
+    """Whether a row is a layer and its weight."""
+    return isinstance(row, list) and len(row) == 2 and type(row[0]) is int and type(row[1]) in (int, float)
+
+
+def sizes_of(reply: Message, part: str) -> list[int]:
+    """Return the samples in each batch that a device says it has. Raises RunError where it says something else."""
+    sizes = (reply.meta.get("sizes") or {}).get(part)
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise RunError(f"{reply.sender!r} did not say how many samples it has: run the same version everywhere")
+    if len(sizes) > MOST_BATCHES or max(sizes, default=0) > MOST_SAMPLES:
+        raise RunError(
+            f"{reply.sender!r} says that it has {len(sizes)} batches of up to {max(sizes)} samples: "
+            f"at most {MOST_BATCHES} of {MOST_SAMPLES} are taken"
+        )
+    return sizes
 
 
 def _summary(number: int, done: Sequence[StepDone], seconds: float) -> RoundDone:

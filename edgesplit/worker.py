@@ -13,10 +13,10 @@ from typing import Any
 
 from edgesplit.emulation import Emulator
 from edgesplit.engine import Engine
-from edgesplit.errors import EdgesplitError, RunError, TransportError, TransportTimeout, notes
+from edgesplit.errors import EdgesplitError, RunError, Spoiled, TransportError, TransportTimeout, notes
 from edgesplit.journal import Journal
 from edgesplit.kit import Kit
-from edgesplit.member import Begin, End, Member
+from edgesplit.member import Begin, End, Member, Notice
 from edgesplit.node import NodeMachine, Run, Work
 from edgesplit.plan import Plan
 from edgesplit.protocol import Assignment, Send
@@ -26,6 +26,10 @@ from edgesplit.transport.base import DATA_KINDS, Inbox, Message, Transport
 
 PROBE_S = 10.0
 """How long a node waits for its neighbours' transports to answer: a broker's rule may swallow a topic silently."""
+
+
+MOST_DUE = 65_536
+"""Messages that an emulated link holds, at most; more arrive at once."""
 
 
 class Worker:
@@ -39,6 +43,8 @@ class Worker:
         facts: what its hello says of it (process id, versions).
         on_step: called with each step that this node has done its part of.
         state: a directory of its own, where it keeps what it needs to come back after a crash; None: it keeps nothing.
+        prove: makes the proof that a node of this life may join, for one that no file names.
+        say: told, in a line, what the coordinator lets people know.
         coordinator_s: how long, in seconds, it stays when the coordinator is gone.
         clock: seconds since the epoch; the same for all nodes of a host.
     """
@@ -54,12 +60,16 @@ class Worker:
         on_step: Callable[[], None] = lambda: None,
         state: Path | None = None,
         coordinator_s: float = 60.0,
+        prove: Callable[[str], str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.patience = name, patience
         self._transport, self._kit, self._clock = transport, kit, clock
-        self._on_step, self._state = on_step, state
-        self._member = Member(name, secrets.token_hex(8), facts, coordinator_s=coordinator_s)
+        self._on_step, self._state, self._say = on_step, state, say
+        life = secrets.token_hex(8)
+        known = {**(facts or {}), **({"admission": prove(life)} if prove is not None else {})}
+        self._member = Member(name, life, known, coordinator_s=coordinator_s)
         self._journal: Journal | None = None
         self._machine: NodeMachine | None = None
         self._engine: Engine | None = None
@@ -67,7 +77,7 @@ class Worker:
         self._events: list[Event] = []
         self._due: list[tuple[float, int, Message]] = []  # data messages that the emulated link has not delivered yet
         self._taken = 0
-        self._stopped = False
+        self._stopped = self._spoiled = False
         self._told_error: str | None = None
 
     def run(self) -> None:
@@ -96,7 +106,9 @@ class Worker:
         while (message := inbox.poll()) is not None and not self._stopped:
             self._receive(message)
         self._deliver_due()
-        work = self._machine.next() if self._machine and not self._stopped else None
+        if self._spoiled and self._machine is not None and self._machine.halted:
+            self._spoiled = False
+        work = self._machine.next() if self._machine and not self._stopped and not self._spoiled else None
         if work is not None:
             self._do(work)
         elif not self._stopped:
@@ -140,11 +152,13 @@ class Worker:
                 self._assign(effect.message)
             elif isinstance(effect, End):
                 self._stop(effect.message)
+            elif isinstance(effect, Notice):
+                self._say(f"{self.name}: {effect.text}")
             else:
                 self._heed(effect.message)
 
     def _heed(self, message: Message) -> None:
-        if message.kind in DATA_KINDS and self._emulator is not None:
+        if message.kind in DATA_KINDS and self._emulator is not None and len(self._due) < MOST_DUE:
             due = self._emulator.due(message)
             self._taken += 1
             heapq.heappush(self._due, (due, self._taken, message))
@@ -167,6 +181,7 @@ class Worker:
         before = self._engine
         if before is not None and before.assignment.run != assignment.run:
             before = None
+        self._spoiled = False
         self._engine = Engine(self.name, assignment, kit, self._journal, before)
         if not assignment.again:  # else its topics are proven, and a neighbour may be starting anew as well
             self._transport.probe(self._engine.neighbours(), PROBE_S)
@@ -198,7 +213,13 @@ class Worker:
         if machine is None or engine is None:
             raise RunError(f"{self.name!r} has no assignment")
         start = self._clock()
-        outcome = engine.execute(work)
+        try:
+            outcome = engine.execute(work)
+        except Spoiled as spoiled:
+            self._spoiled = True  # the coordinator says how to go on
+            meta = {"device": spoiled.device, "step": spoiled.step, "what": str(spoiled)}
+            self._transport.send(COORDINATOR, Message(kind="offence", sender=self.name, term=machine.term, meta=meta))
+            return
         if isinstance(work, Run):
             if self._emulator is not None:
                 self._emulator.pace(work, start, self._clock, time.sleep)
@@ -213,8 +234,10 @@ class Worker:
         if message.kind == "report":
             self._on_step()
         if message.kind in {"report", "fetched"}:
-            traffic = {"traffic": dict(self._transport.traffic())}
-            message = _with_meta(message, self._take_events() | traffic)
+            told: dict[str, Any] = {"traffic": dict(self._transport.traffic(self.name))}
+            if rejected := getattr(self._transport, "rejected", 0) + (self._machine.dropped if self._machine else 0):
+                told["rejected"] = rejected
+            message = _with_meta(message, self._take_events() | told)
         if self._emulator is not None and message.kind in DATA_KINDS:
             message = self._emulator.stamp(send.to, message, self._clock())
         return message

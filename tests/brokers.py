@@ -55,6 +55,11 @@ class Mosquitto:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         found = find_mosquitto()
         assert found is not None

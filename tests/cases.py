@@ -312,12 +312,17 @@ class Ran:
 
 
 def open_session(
-    plan: Plan, task: Task, wire: Wire = memory, directory: Path | None = None, **keywords: Any
+    plan: Plan,
+    task: Task,
+    wire: Wire = memory,
+    directory: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **keywords: Any,
 ) -> Session:
     """A session in float64 without evaluation, unless told otherwise."""
     experiment = options(**{"dtype": "float64", "evaluate": {"every": 0}, **keywords})
     model = build_model(task, experiment)
-    return Session(plan, task, experiment=experiment, model=model, directory=directory, **wire(model))
+    return Session(plan, task, experiment=experiment, model=model, directory=directory, say=say, **wire(model))
 
 
 def run(plan: Plan, task: Task, wire: Wire = memory, **keywords: Any) -> Ran:

@@ -158,6 +158,7 @@ def test_nothing_to_do_shows_the_help(run: Run, arguments: tuple[str, ...]) -> N
         (("simulate", "plan.json", "--micros", "many"), "many"),
         (("plan", "home.yaml"), "TASK"),
         (("node", "a"), "--broker"),
+        (("node", "a", "--broker", "mqtt://127.0.0.1", "--state", "s", "--no-state"), "--no-state"),
         (("node", "--broker", "mqtt://127.0.0.1"), "NAMES"),
         (("run",), "EXPERIMENT"),
         (("bench", "everything"), "everything"),
@@ -474,6 +475,13 @@ def test_doctor_says_that_a_broker_is_not_there(run: Run) -> None:
     text = run("doctor", "--broker", f"mqtt://{address}")
     assert text.status == 2
     assert any(line.startswith("FAIL  broker") for line in text.out.splitlines())
+
+
+@pytest.mark.parametrize("option", [["--run", "x"], ["--node", "x"], ["--topic-prefix", "x"], ["--clear-stale"]])
+def test_doctor_refuses_options_that_would_have_no_effect(run: Run, option: list[str]) -> None:
+    done = run("doctor", *option)
+    assert done.status == 2
+    assert "need --broker" in done.error
 
 
 @pytest.mark.parametrize(

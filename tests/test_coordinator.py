@@ -65,7 +65,7 @@ def test_a_step() -> None:
     sheet = sends(c.issue([draft(7)], 0.0), "sheet")
     assert set(sheet) == {"d", "c"}
     (step,) = Sheet.of(sheet["d"].meta).steps
-    assert [tuple(micro) for micro in step.micros] == [(0, "d", 0, 2), (1, "d", 2, 4)]
+    assert [tuple(micro) for micro in step.micros] == [(0, "d", 0, 2, 0), (1, "d", 2, 4, 0)]
     assert feed(c, report("d", 7)) == []
     effects = feed(c, report("c", 7, losses={0: (3.0, 2.0), 1: (5.0, 2.0)}))
     assert commits(effects) == {"d": Commit(7, True), "c": Commit(7, True)}

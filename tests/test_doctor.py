@@ -1,19 +1,15 @@
-"""What the doctor finds: packages, and a broker that is there, is not there, or is no broker."""
+"""What the doctor says of the installation and of this host's clock; of brokers: ``test_doctor_broker.py``."""
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import pytest
 
 from edgesplit import doctor
-from edgesplit.doctor import OPTIONAL, REQUIRED, Finding, examine
-from edgesplit.transport.broker import EmbeddedBroker
-from tests.brokers import Mosquitto, free_port
+from edgesplit.doctor import Finding, examine, installation
+from edgesplit.doctor.installation import OPTIONAL, REQUIRED, clock
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -23,13 +19,13 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 @pytest.fixture
 def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_broker", lambda url, name: [Finding(name, True, url)])
+    monkeypatch.setattr(doctor, "examine_broker", lambda url, name="broker", **options: [Finding(name, True, url)])
 
 
 @pytest.mark.usefixtures("no_broker")
 def test_packages() -> None:
     found = by_name(examine("mqtt://nowhere"))
-    assert {"python", "broker", *REQUIRED, *OPTIONAL} == set(found)
+    assert {"python", "clock", "broker", *REQUIRED, *OPTIONAL} == set(found)
     assert all(finding.ok for finding in found.values())
     assert found["numpy"].text == metadata.version("numpy")
 
@@ -56,85 +52,25 @@ def test_what_is_installed_and_does_not_import(monkeypatch: pytest.MonkeyPatch) 
     def broken(name: str) -> Any:
         raise RuntimeError("built for another interpreter")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(installation.importlib, "import_module", broken)
     found = by_name(examine("mqtt://nowhere"))
     assert not found["flwr"].ok
     assert found["flwr"].text.endswith("but does not import: built for another interpreter")
 
 
-# --- brokers --------------------------------------------------------------------------------------------------------
+def test_a_clock_that_is_obviously_wrong() -> None:
+    assert clock(1_764_536_400.0) == Finding(
+        "clock", True, "2025-11-30 21:00:00 UTC", values={"epoch_s": 1_764_536_400.0}
+    )
+    wrong = clock(3600.0)
+    assert (wrong.mark, wrong.text) == ("FAIL", "1970-01-01 01:00:00 UTC: that is wrong")
+    assert "set-ntp true" in wrong.hint
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ROUND_TRIPS", 3)
-
-
-def broker_part(found: dict[str, Finding]) -> dict[str, Finding]:
-    return {name: f for name, f in found.items() if name not in {"python", *REQUIRED, *OPTIONAL}}
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_broker(mosquitto: Mosquitto) -> None:
-    found = broker_part(by_name(examine(mosquitto.url)))
-    assert set(found) == {"broker", "round trip", "throughput"}
-    assert all(finding.ok for finding in found.values())
-    assert mosquitto.url in found["broker"].text
-    assert "ms (median of 3)" in found["round trip"].text
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_embedded_broker(monkeypatch: pytest.MonkeyPatch, embedded_broker: EmbeddedBroker) -> None:
-    class Given:
-        def __enter__(self) -> EmbeddedBroker:
-            return embedded_broker
-
-        def __exit__(self, *exc_info: object) -> None: ...
-
-    monkeypatch.setattr(doctor, "EmbeddedBroker", Given)
-    found = broker_part(by_name(examine()))
-    assert set(found) == {"embedded broker", "round trip", "throughput"}
-    assert all(finding.ok for finding in found.values())
-
-
-@pytest.fixture
-def deaf() -> Iterator[int]:
-    """Something that listens and is no broker: it answers everything with a web page."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            while True:
-                try:
-                    client, _ = server.accept()
-                except OSError:
-                    return
-                with client:
-                    client.recv(100)
-                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()[1]
-
-
-def test_no_broker_there() -> None:
-    port = free_port()
-    found = broker_part(by_name(examine(f"mqtt://127.0.0.1:{port}")))
-    assert set(found) == {"broker"}
-    assert not found["broker"].ok
-    assert f"127.0.0.1:{port}" in found["broker"].text
-
-
-def test_what_listens_there_is_no_broker(deaf: int) -> None:
-    found = broker_part(by_name(examine(f"mqtt://127.0.0.1:{deaf}")))
-    assert set(found) == {"broker"}
-    assert not found["broker"].ok
-    assert f"127.0.0.1:{deaf}" in found["broker"].text
-
-
-@pytest.mark.parametrize(
-    "url", ["", "nonsense", "http://127.0.0.1", "mqtt://", "mqtt://127.0.0.1:port", "mqtt://127.0.0.1:99999"]
-)
-def test_addresses_that_are_none(url: str) -> None:
-    found = broker_part(by_name(examine(url)))
-    assert [finding.ok for finding in found.values()] == [False]
-    assert "\n" not in found["broker"].text
+def test_marks() -> None:
+    assert Finding("x", True, "t").mark == "ok"
+    assert Finding("x", True, "t", "do this").mark == "hint"
+    assert Finding("x", False, "t", "do this").mark == "FAIL"
+    assert Finding("x", True, "t", values={"a": 1}).to_json() == {
+        "name": "x", "ok": True, "text": "t", "hint": "", "values": {"a": 1},
+    }  # fmt: skip

@@ -102,6 +102,51 @@ def test_a_process_that_is_killed(make: Make, tmp_path: Path) -> None:
     assert error_of(fleet) == "the process of a,b was killed by signal 9: here"
 
 
+def again(fleet: Processes, node: str, before: int) -> int:
+    """Return the process id of a node's next process."""
+
+    def started() -> bool:
+        fleet.watch()
+        return fleet.pids[node] != before
+
+    waiting(started)
+    return fleet.pids[node]
+
+
+def test_a_process_that_is_killed_is_started_again_so_many_times(make: Make) -> None:
+    fleet = make(STUBBORN, "a", restarts=2)
+    for _ in range(2):
+        pid = fleet.pids["a"]
+        os.kill(pid, signal.SIGKILL)
+        again(fleet, "a", pid)
+    os.kill(fleet.pids["a"], signal.SIGKILL)
+    assert error_of(fleet).startswith("the process of a was killed by signal 9")
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgesplit.fleet.HANG_S", 0.1)
+    fleet = make(STUBBORN, "a", "b", count=1, restarts=5)
+    first = fleet.pids["a"]
+    fleet.changed("a", "lost")
+    fleet.changed("a", "back")
+    time.sleep(0.2)
+    fleet.watch()
+    assert fleet.pids["a"] == first
+    fleet.changed("a", "lost")
+    fleet.changed("a", "left")
+    second = again(fleet, "a", first)
+    assert gone(first)
+    fleet.changed("a", "lost")  # the first, as the network tells late
+    time.sleep(0.2)
+    fleet.watch()
+    time.sleep(0.1)
+    fleet.watch()
+    assert fleet.pids["b"] == second, "whoever starts slowly does not hang"
+    fleet.changed("a", "returned")
+    fleet.changed("b", "lost")
+    again(fleet, "b", second)
+
+
 def test_a_process_that_ends_without_a_word(make: Make, tmp_path: Path) -> None:
     fleet = make("", "a")
     assert error_of(fleet) == f"the process of a ended with exit status 0 (log: {tmp_path / 'logs' / 'a.log'})"
@@ -150,6 +195,9 @@ def test_the_command_of_nodes() -> None:
         "--task",
         "/x/task.py:make",
     ]
+    nothing = node_command("mqtt://127.0.0.1:1883", "run-1", state=None)
+    assert "--no-state" in nothing
+    assert "--state" not in nothing
     assert "--task" not in node_command("mqtt://127.0.0.1:1883", "run-1", state=Path("s"))
 
 

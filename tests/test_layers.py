@@ -20,7 +20,10 @@ ROOT = Path(edgesplit.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"task", "loading", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder"},
+    {
+        "task", "loading", "attendance", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder",
+        "observe.audit",
+    },
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
         "transport.base", "transport.frames", "transport.address", "transport.access",
@@ -28,9 +31,9 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "replanning", "emulation", "member", "transport", "segments.masks",
+        "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
     },
-    {"journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
+    {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
@@ -57,7 +60,14 @@ HOMES = {
         "checking",
         "bench",
     },
-    "paho": {"transport.client", "transport.mqtt", "transport.lobby"},
+    "paho": {
+        "transport.client",
+        "transport.quick",
+        "transport.mqtt",
+        "transport.lobby",
+        "transport.caller",
+        "bench.raw",
+    },
     "iotcore": {"transport.broker"},
     "flwr": {"federated"},
     "pydantic": {"experiment", "topology_file"},

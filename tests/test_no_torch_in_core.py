@@ -18,7 +18,7 @@ DEVICE = [
 
 CORE = [
     *DEVICE, "experiment", "topology_file", "simulate", "planner", "coordinator", "conductor", "checkpoint",
-    "transport.broker", "cli",
+    "transport.broker", "transport.caller", "doctor", "cli",
 ]  # fmt: skip
 """What `edgesplit doctor`, `simulate` and `schema` load, on a machine with the light core only."""
 

@@ -75,6 +75,14 @@ def test_a_folder_with_a_run_is_not_written_over() -> None:
     assert (run.path / "key").read_text() == key
 
 
+def test_a_run_that_did_nothing_is_tried_again_with_its_key() -> None:
+    """Its nodes may have outlived the coordinator, and believe nobody else."""
+    run = open_(name="mine")
+    key = (run.path / "key").read_text()
+    assert open_(name="mine").key_file.read_text() == key
+    assert open_(name="mine", resume=True).key_file.read_text() == key
+
+
 def test_resume() -> None:
     with pytest.raises(ExperimentError, match=r"--resume needs the run"):
         open_(resume=True)

@@ -205,10 +205,6 @@ WRONG = [
         "broker.at: 'e' is a group: name one of its nodes, for example 'e-1'",
     ),
     (
-        DEVICE + "\nadmit: {tier: device, parent: d, token_file: tokens.txt, max: 300}",
-        "admit: not supported yet in this version: every device must be named under nodes",
-    ),
-    (
         DEVICE + "\nadmit: {tier: device, parent: d, token_fil: x}",
         "admit.token_fil: unknown key (did you mean 'token_file'?)",
     ),

@@ -200,7 +200,6 @@ def test_an_error_of_the_users_code_names_its_place(start: Start) -> None:
     [
         ("sheet", {"steps": 3}, "malformed"),
         ("commit", {}, "malformed"),
-        ("juggle", {"request": 1}, "'d' does not know what 'juggle' asks"),
         ("insert", {"request": 1}, "'d' takes no batches"),
     ],
 )

@@ -27,11 +27,24 @@ def own_broker() -> Iterator[tuple[str, str]]:
     Raises:
         TransportError: it does not start.
     """
-    found = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
-    if found is None:
-        with EmbeddedBroker() as broker:
-            yield "embedded", broker.url
+    if _mosquitto() is not None:
+        with own_mosquitto() as found:
+            yield found
         return
+    with EmbeddedBroker() as broker:
+        yield "embedded", broker.url
+
+
+@contextlib.contextmanager
+def own_mosquitto() -> Iterator[tuple[str, str]]:
+    """Run a mosquitto on the loopback interface; give its name and url.
+
+    Raises:
+        TransportError: it is not installed, or does not start.
+    """
+    found = _mosquitto()
+    if found is None:
+        raise TransportError("mosquitto is not installed: apt install mosquitto, or its like")
     with tempfile.TemporaryDirectory(prefix="edgesplit-bench-") as folder:
         port = _free_port()
         config = Path(folder) / "mosquitto.conf"
@@ -52,6 +65,10 @@ def own_broker() -> Iterator[tuple[str, str]]:
             if guard.stdin is not None:
                 guard.stdin.close()
             guard.wait()
+
+
+def _mosquitto() -> str | None:
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
 
 
 def _version(mosquitto: str) -> str:

@@ -11,7 +11,7 @@ from types import FrameType
 import click
 import typer
 
-from edgesplit.cli import bench, node, planning, run, tables, trace
+from edgesplit.cli import bench, doctor, node, planning, run, tables, trace
 from edgesplit.cli.output import Refused, started
 from edgesplit.errors import EdgesplitError, notes
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for part in (run, node, planning, tables, trace, bench):
+for part in (run, node, planning, tables, trace, doctor, bench):
     part.register(app)
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130

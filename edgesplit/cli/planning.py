@@ -36,6 +36,26 @@ def register(app: typer.Typer) -> None:
             made.save(output)
         show_json(made.to_json()) if json_ else show(str(made))
 
+    @app.command("replan")
+    def replan_command(
+        run: Annotated[Path, typer.Argument(help="The run's folder, runs/NAME.")],
+        plan: Annotated[Path, typer.Argument(help="A plan.json for the same model.")],
+        json_: Json = False,
+    ) -> None:
+        """Have a run go on by another plan when its next round begins."""
+        from edgesplit.errors import RunError
+        from edgesplit.keeping import NEXT_PLAN
+        from edgesplit.plan import Plan
+
+        made = Plan.load(plan)
+        if not (run / "events.jsonl").exists():
+            raise RunError(f"{run} is no run's folder: name the one that 'edgesplit run' printed")
+        partial = run / f".{NEXT_PLAN}"
+        made.save(partial)
+        partial.replace(run / NEXT_PLAN)
+        told = {"run": str(run), "nodes": list(made.nodes())}
+        show_json(told) if json_ else show(f"{run} takes up this plan when its next round begins:\n{made}")
+
     @app.command("simulate")
     def simulate_command(
         plan: Annotated[Path, typer.Argument(help="A plan.json; it embeds topology and profile.")],

@@ -1,13 +1,10 @@
-"""``edgesplit methods``, ``schema`` and ``doctor``."""
+"""``edgesplit methods`` and ``schema``."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from edgesplit.cli.access import URL, Ca, Cert, CertKey, ClientId, Mqtt, TopicPrefix, access
-from edgesplit.cli.output import Json, Refused, show, show_json, show_table
+from edgesplit.cli.output import Json, show, show_json, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -42,32 +39,6 @@ def register(app: typer.Typer) -> None:
         from edgesplit.experiment import schema
 
         show_json(schema())
-
-    @app.command("doctor")
-    def doctor_command(
-        broker: Annotated[str | None, typer.Option(metavar="URL", help=f"Also look at this broker: {URL}.")] = None,
-        ca: Ca = None,
-        cert: Cert = None,
-        cert_key: CertKey = None,
-        topic_prefix: TopicPrefix = None,
-        client_id: ClientId = None,
-        mqtt: Mqtt = None,
-        json_: Json = False,
-    ) -> None:
-        """Say what is installed and whether a broker does what it must."""
-        from edgesplit.doctor import examine
-
-        options = (ca, cert, cert_key, topic_prefix, client_id, mqtt)
-        if broker is None and any(option is not None for option in options):
-            raise typer.BadParameter("--ca, --cert, --topic-prefix and the like need --broker")
-        findings = examine(access(broker, *options) if broker is not None else None)
-        if json_:
-            show_json({"ok": all(f.ok for f in findings), "findings": [f._asdict() for f in findings]})
-        else:
-            for finding in findings:
-                show(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:18} {finding.text}")
-        if not all(finding.ok for finding in findings):
-            raise Refused(2)
 
 
 def _strategies() -> tuple[list[str], dict[str, str]]:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from edgesplit.errors import RunError, ScheduleError
 from edgesplit.schedule import Action, Event
+
+MOST_BYTES = 64 << 20
+"""Bytes of a file of events, about: then it becomes ``events.jsonl.1``, and a new one begins."""
+
+MOST_FILES = 4
+"""Files of earlier events; the oldest goes when there are more."""
+
+MOST_EVENTS = 200_000
+"""Events in memory: the last ones."""
 
 
 class Recorder:
@@ -21,12 +32,14 @@ class Recorder:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._file: TextIO | None = None
-        self._path = str(path)
-        if path is not None:
-            _drop_cut_line(Path(path))
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close
+        self._path = Path(path) if path is not None else None
+        self._size = 0
+        if self._path is not None:
+            _drop_cut_line(self._path)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._size = self._path.stat().st_size
 
     def add(self, event: Event) -> None:
         """Keep an event; after :meth:`close` in memory only.
@@ -36,16 +49,26 @@ class Recorder:
         """
         with self._lock:
             self._events.append(event)
-            if self._file is not None:
+            if self._file is not None and self._path is not None:
+                line = json.dumps(to_json(event), separators=(",", ":")) + "\n"
                 try:
-                    self._file.write(json.dumps(to_json(event), separators=(",", ":")) + "\n")
+                    self._file.write(line)
+                    self._size += len(line)
+                    if self._size >= MOST_BYTES:
+                        self._turn_over(self._path)
                 except OSError as error:
                     self._let_go()
-                    raise RunError(f"cannot write {self._path!r}: {str(error.strerror).lower()}") from None
+                    raise RunError(f"cannot write {str(self._path)!r}: {str(error.strerror).lower()}") from None
+
+    def _turn_over(self, path: Path) -> None:
+        """Begin a new file."""
+        self._let_go()
+        rotate(path, MOST_FILES)
+        self._file, self._size = path.open("a", encoding="utf-8", buffering=1), 0
 
     @property
     def events(self) -> list[Event]:
-        """A copy of the events so far."""
+        """A copy of the events so far: of the last :data:`MOST_EVENTS`."""
         with self._lock:
             return list(self._events)
 
@@ -99,12 +122,38 @@ def from_json(data: Any) -> Event:
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """Read what a :class:`Recorder` wrote. A last line that a crash cut short is left out.
+    """Read what a :class:`Recorder` wrote, earlier files first. A last line that a crash cut short is left out.
 
     Raises:
         RunError: there is no such file, or a line of it is no event.
     """
     path = Path(path)
+    files = [*earlier(path), *([path] if path.exists() or not earlier(path) else [])]
+    return [event for file in files for event in _read(file)]
+
+
+def earlier(path: Path) -> list[Path]:
+    """Return the files that :func:`rotate` made of ``path``, the oldest first."""
+    found = [
+        (int(match[1]), file)
+        for file in path.parent.glob(f"{path.name}.*")
+        if (match := re.fullmatch(r"\.([1-9]\d{0,5})", file.name[len(path.name) :]))
+    ]
+    return [file for _, file in sorted(found, reverse=True)]
+
+
+def rotate(path: Path, most: int) -> None:
+    """Rename ``path`` to ``path.1``, that which was there to ``path.2``, and so on up to ``most``. Raises OSError."""
+    for file in earlier(path):
+        number = int(file.name.rpartition(".")[2])
+        if number >= most:
+            file.unlink()
+        else:
+            file.rename(path.with_name(f"{path.name}.{number + 1}"))
+    path.rename(path.with_name(f"{path.name}.1"))
+
+
+def _read(path: Path) -> list[Event]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:

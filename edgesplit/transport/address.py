@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from edgesplit.errors import TransportError, did_you_mean
+from edgesplit.errors import TransportError, Unreachable, did_you_mean
 
 SCHEMES = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
 """Scheme -> its port."""
@@ -86,7 +86,7 @@ def password() -> str | None:
         raise TransportError(f"EDGESPLIT_PASSWORD_FILE: cannot read {path!r}: {error}") from None
 
 
-def unreachable(address: Address, error: Exception) -> TransportError:
+def unreachable(address: Address, error: Exception) -> Unreachable:
     """Return the error for a broker to which no connection comes about."""
     why = getattr(error, "strerror", None) or error
-    return TransportError(f"cannot reach the broker at {address}: {why}: is it running there, and is the url right?")
+    return Unreachable(f"cannot reach the broker at {address}: {why}: is it running there, and is the url right?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -56,8 +56,18 @@ class Message:
         return sum(len(packed.data) for packed in self.arrays.values())
 
 
+MOST_WAITING = 64 << 20
+"""Bytes of one sender's messages in an inbox; until half of them have been read, its transport takes no more of it."""
+
+OVERHEAD = 512
+"""Bytes that a message takes beside its arrays, at least."""
+
+
 class Inbox:
     """Messages for one node in the order of arrival; blocking, thread-safe.
+
+    A network transport asks :meth:`full` before it takes more from a sender, and is told by ``on_room`` when there is
+    room again: what is not taken is not acknowledged, so it waits at the sender, and nothing grows here.
 
     A change in another node's liveness is a message too: ``kind="status"``, ``sender`` the node it is about,
     ``meta["state"]`` ``"online"`` or ``"offline"`` with ``meta["reason"]``. ``kind="refused"`` tells that ``sender``
@@ -67,18 +77,50 @@ class Inbox:
 
     def __init__(self, node: str) -> None:
         self.node = node
-        self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self.on_room: Callable[[str], None] = lambda sender: None
+        self._messages: queue.SimpleQueue[tuple[Message | BaseException, int]] = queue.SimpleQueue()
         self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}
+        self._held_up: set[str] = set()
 
-    def put(self, message: Message) -> None:
-        """Add a message; never blocks."""
-        self._messages.put(message)
+    def put(self, message: Message, size: int = 0) -> None:
+        """Add a message that takes about ``size`` bytes; never blocks."""
+        size = max(size, message.nbytes) + OVERHEAD
+        with self._lock:
+            self._waiting[message.sender] = self._waiting.get(message.sender, 0) + size
+        self._messages.put((message, size))
+
+    def full(self, sender: str) -> bool:
+        """Whether no more is to be taken from ``sender`` for now; ``on_room`` is called when that changes."""
+        with self._lock:
+            if self._waiting.get(sender, 0) < MOST_WAITING:
+                return False
+            self._held_up.add(sender)
+            return True
+
+    def waiting(self) -> dict[str, int]:
+        """Bytes that wait to be read, by sender."""
+        with self._lock:
+            return dict(self._waiting)
+
+    def _read(self, message: Message, size: int) -> None:
+        sender = message.sender
+        with self._lock:
+            left = self._waiting.pop(sender, 0) - size
+            if left > 0:
+                self._waiting[sender] = left
+            room = sender in self._held_up and left < MOST_WAITING // 2
+            if room:
+                self._held_up.discard(sender)
+        if room:
+            self.on_room(sender)
 
     def fail(self, error: BaseException) -> None:
         """Make the next ``get`` raise ``error``; only the first failure counts."""
         if not self._failed.is_set():
             self._failed.set()
-            self._messages.put(error)
+            self._messages.put((error, 0))
 
     @property
     def failed(self) -> bool:
@@ -92,23 +134,25 @@ class Inbox:
             TransportTimeout: none came within ``timeout`` seconds; names the node and ``waiting_for``.
         """
         try:
-            item = self._messages.get(timeout=max(timeout, 0.0))
+            item, size = self._messages.get(timeout=max(timeout, 0.0))
         except queue.Empty:
             raise TransportTimeout(
                 f"{self.node!r} waited {timeout:g} s for {waiting_for}, which did not come"
             ) from None
         if isinstance(item, BaseException):
             raise item
+        self._read(item, size)
         return item
 
     def poll(self) -> Message | None:
         """Take the next message if there is one."""
         try:
-            item = self._messages.get_nowait()
+            item, size = self._messages.get_nowait()
         except queue.Empty:
             return None
         if isinstance(item, BaseException):
             raise item
+        self._read(item, size)
         return item
 
 
@@ -131,8 +175,8 @@ class Transport(Protocol):
         """Wait until everything sent has been acknowledged. Raises TransportTimeout naming who has not."""
         ...
 
-    def traffic(self) -> Mapping[str, int]:
-        """Payload bytes sent so far, by receiver."""
+    def traffic(self, node: str) -> Mapping[str, int]:
+        """Payload bytes that ``node`` (one of this transport's) has sent so far, by receiver."""
         ...
 
     def close(self) -> None:

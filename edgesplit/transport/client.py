@@ -6,13 +6,13 @@ import socket
 import ssl
 from typing import Any
 
-from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from edgesplit.errors import TransportError
 from edgesplit.transport import tls
 from edgesplit.transport.access import Access
 from edgesplit.transport.address import Address, password, unreachable
+from edgesplit.transport.quick import Quick
 from edgesplit.transport.websocket import WebSocket, WebSocketError
 
 PROTOCOLS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv311}
@@ -20,7 +20,7 @@ PROTOCOLS = {"5": MQTTProtocolVersion.MQTTv5, "3.1.1": MQTTProtocolVersion.MQTTv
 OLD_BROKER = "Unsupported protocol version"
 
 
-class Client(paho.Client):
+class Client(Quick):
     """A client of the broker that ``access`` tells of.
 
     Args:

@@ -33,9 +33,10 @@ class Announce(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Effect: put ``message``, another node's or a change of its liveness, into the inbox."""
+    """Effect: put ``message``, of ``size`` bytes, another node's or a change of its liveness, into the inbox."""
 
     message: Message
+    size: int = 0
 
 
 Effect = Publish | Announce | Deliver | Reached
@@ -132,6 +133,10 @@ class Endpoint:
         """Deliver a copy of what this node sends to itself."""
         body = memoryview(b"".join(outgoing.segments))
         return [Deliver(part) for part in unbundle(frames.decode(body, self.node, self._limits))]
+
+    def room(self, node: str) -> Sequence[Effect]:
+        """Tell a node, whose frames were not taken for some time, to send again what it has not seen acknowledged."""
+        return _published(self._link.resync(node))
 
     def hello(self, node: str, now: float) -> Sequence[Effect]:
         """Ask a node to show that it is there; :class:`Reached` follows when it answers."""
@@ -235,6 +240,10 @@ class Endpoint:
         """Drop what is waiting for a node that will not come back."""
         self._link.forget(node)
 
+    def away(self, node: str) -> bool:
+        """Whether a node was there and is not now."""
+        return self._presence.away(node)
+
     def last_seen(self, node: str) -> float | None:
         """When something was last heard of a node, on the clock of ``now``; None: never."""
         return self._presence.last_seen(node)
@@ -252,7 +261,8 @@ class Endpoint:
         except FrameError:
             self.rejected += 1
             return []
-        believed = [Deliver(part) for part in parts if self._guard.believes(part, whole=arrived.proven)]
+        size = len(arrived.body) // len(parts)
+        believed = [Deliver(part, size) for part in parts if self._guard.believes(part, whole=arrived.proven)]
         self.rejected += len(parts) - len(believed)
         return believed
 

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from edgesplit.codecs import MAX_DIMS, Packed, encoded_size
@@ -29,6 +30,9 @@ MAGIC = b"es"
 VERSION = 1
 ALIGN = 64
 """Arrays begin at multiples of this in a body, so that they can be used where they lie."""
+
+KNOWN_TABLE = 4096
+"""Bytes of the longest table of arrays that is remembered."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -411,35 +415,61 @@ def _meta_from_json(data: memoryview) -> Mapping[str, Any]:
 
 
 def _entry(name: str, packed: Packed, limits: Limits) -> bytes:
-    encoded = name.encode()
+    entry, size = _entry_of(name, packed.codec, packed.dtype, packed.shape)
+    if len(packed.data) != size or len(name.encode()) > limits.name:
+        raise FrameError(f"array {name!r} has {len(packed.data)} bytes of data, its shape needs {size}")
+    return entry
+
+
+@lru_cache(maxsize=1024)
+def _entry_of(name: str, codec: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, int]:
+    """The same arrays travel in every step."""
     try:
-        size = encoded_size(packed.codec, packed.dtype, packed.shape)
+        size = encoded_size(codec, dtype, shape)
     except CodecError as error:
         raise FrameError(f"array {name!r}: {error}") from None
-    if len(packed.data) != size or len(encoded) > limits.name:
-        raise FrameError(f"array {name!r} has {len(packed.data)} bytes of data, its shape needs {size}")
-    codec, dtype = packed.codec.encode(), packed.dtype.encode()
-    entry = _ENTRY.pack(len(encoded), len(codec), len(dtype), len(packed.shape))
-    return b"".join((entry, encoded, codec, dtype, struct.pack(f"!{len(packed.shape) + 1}Q", *packed.shape, size)))
+    words = [word.encode() for word in (name, codec, dtype)]
+    entry = _ENTRY.pack(*map(len, words), len(shape))
+    return b"".join((entry, *words, struct.pack(f"!{len(shape) + 1}Q", *shape, size))), size
 
 
 def _arrays(body: memoryview, table: memoryview, count: int, position: int, limits: Limits) -> dict[str, Packed]:
     arrays: dict[str, Packed] = {}
-    at = 0
+    rows = _known_rows if len(table) <= KNOWN_TABLE else _rows
+    for name, codec, dtype, shape, size in rows(bytes(table), count, limits):
+        position += -position % ALIGN
+        if position + size > len(body):
+            raise FrameError(f"array {name!r} of {size} bytes at {position} does not fit")
+        arrays[name] = Packed(codec, dtype, shape, body[position : position + size])
+        position += size
+    if position != len(body):
+        raise FrameError(f"message has {len(body) - position} bytes too many")
+    return arrays
+
+
+Row = tuple[str, str, str, tuple[int, ...], int]
+"""Of an array: its name, codec, dtype and shape, and the bytes that these make."""
+
+
+def _rows(table: bytes, count: int, limits: Limits) -> tuple[Row, ...]:
+    rows: dict[str, Row] = {}
+    view, at = memoryview(table), 0
     for _ in range(count):
-        name, codec, dtype, shape, size, at = _read_entry(table, at, limits)
+        name, codec, dtype, shape, size, at = _read_entry(view, at, limits)
         try:
             expected = encoded_size(codec, dtype, shape)
         except CodecError as error:
             raise FrameError(f"array {name!r}: {error}") from None
-        position += -position % ALIGN
-        if size != expected or position + size > len(body) or name in arrays:
-            raise FrameError(f"array {name!r} of {size} bytes at {position} does not fit, or is there twice")
-        arrays[name] = Packed(codec, dtype, shape, body[position : position + size])
-        position += size
-    if at != len(table) or position != len(body):
-        raise FrameError(f"message has {len(body) - position} bytes too many")
-    return arrays
+        if size != expected or name in rows:
+            raise FrameError(f"array {name!r} of {size} bytes does not fit its shape, or is there twice")
+        rows[name] = (name, codec, dtype, shape, size)
+    if at != len(table):
+        raise FrameError(f"table of arrays has {len(table) - at} bytes too many")
+    return tuple(rows.values())
+
+
+_known_rows = lru_cache(maxsize=256)(_rows)
+"""The same tables come in every step; only good ones are remembered, and only short ones."""
 
 
 def _read_entry(table: memoryview, at: int, limits: Limits) -> tuple[str, str, str, tuple[int, ...], int, int]:

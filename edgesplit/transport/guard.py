@@ -9,6 +9,9 @@ from edgesplit.transport.key import Key
 MOST = 1024
 """Senders whose refusal is remembered."""
 
+MOST_SIGNED = 16_384
+"""Senders that have signed; more are not believed."""
+
 DOUBT_S, DOUBTS = 2.0, 3
 """A sender is told of after so many chunks in so many seconds without one that fits: a stranger's chunk in the name of
 a peer must not end a node."""
@@ -38,6 +41,8 @@ class Guard:
         if self.key is None:
             return True
         if frame.proof in (Proof.HEAD, Proof.WHOLE):
+            if len(self._signed) >= MOST_SIGNED and frame.sender not in self._signed:
+                return False
             self._signed.add(frame.sender)
             self._doubts.pop(frame.sender, None)
             self._refused.pop(frame.sender, None)

@@ -31,10 +31,16 @@ class Bodies:
 
     Args:
         most: bytes to keep.
+
+    Attributes:
+        unfinished: bytes that have come of messages that are not whole yet, in all streams.
+        ahead: bytes of chunks that came too early, in all streams.
     """
 
     def __init__(self, most: int = 64 << 20) -> None:
         self._most = most
+        self.unfinished = 0
+        self.ahead = 0
         # Each with a weak reference to the array that was lent last: it dies with the last view of it.
         self._kept: deque[tuple[Memory, weakref.ref[Memory]]] = deque()
 
@@ -59,20 +65,27 @@ class Bodies:
 class Inbound:
     """Chunks from one life of a peer.
 
+    Args:
+        most_ahead: bytes and chunks of this stream that may wait for those before them.
+        bodies: shared by all streams.
+        most_ahead_of_all: bytes of all streams that may wait so.
+
     Attributes:
         boot: that life.
         mark: all up to this number have arrived.
         fresh_bytes, fresh_frames: arrived since the last acknowledgement was sent.
     """
 
-    def __init__(self, boot: int, most_ahead: tuple[int, int], bodies: Bodies) -> None:
+    def __init__(
+        self, boot: int, most_ahead: tuple[int, int], bodies: Bodies, most_ahead_of_all: int = 1 << 62
+    ) -> None:
         self.boot = boot
         self.mark = 0
         self.fresh_bytes = 0
         self.fresh_frames = 0
         self._ahead: dict[int, Frame] = {}
         self._ahead_bytes = 0
-        self._most_ahead = most_ahead
+        self._most_ahead, self._most_ahead_of_all = most_ahead, most_ahead_of_all
         self._bodies = bodies
         self._body: memoryview | None = None
         self._filled = 0
@@ -91,9 +104,26 @@ class Inbound:
     def hold(self, frame: Frame) -> None:
         """Keep a chunk that came too early, if there is room; it is sent again otherwise."""
         most_bytes, most_frames = self._most_ahead
-        if frame.seq <= self.mark + most_frames and self._ahead_bytes + len(frame.payload) <= most_bytes:
+        fits = self._bodies.ahead + len(frame.payload) <= self._most_ahead_of_all
+        if fits and frame.seq <= self.mark + most_frames and self._ahead_bytes + len(frame.payload) <= most_bytes:
             self._ahead[frame.seq] = frame
-            self._ahead_bytes += len(frame.payload)
+            self._wait(len(frame.payload))
+
+    def _wait(self, size: int) -> None:
+        self._ahead_bytes += size
+        self._bodies.ahead += size
+
+    def _fill(self, size: int) -> None:
+        """Note that so many bytes of the message under way are there."""
+        self._bodies.unfinished += size - self._filled
+        self._filled = size
+
+    def drop(self) -> None:
+        """Let go of all that is kept: the life is over."""
+        self._wait(-self._ahead_bytes)
+        self._fill(0)
+        self._ahead.clear()
+        self._body = None
 
     def take(self, frame: Frame) -> list[Whole | Spoiled]:
         """Take the next chunk and those that waited for it; returns the bodies of the messages they complete."""
@@ -108,14 +138,18 @@ class Inbound:
                 results.append(result)
             following = self._ahead.pop(self.mark + 1, None)
             if following is not None:
-                self._ahead_bytes -= len(following.payload)
+                self._wait(-len(following.payload))
         return results
 
     def _assemble(self, frame: Frame) -> Whole | Spoiled | None:
         if frame.part == 0:
-            self._proven = True
-            self._filled = self._due = 0
-            self._body = frame.payload if frame.parts == 1 else self._bodies.take(frame.total)
+            self._proven, self._due, self._body = True, 0, None
+            self._fill(0)
+            try:
+                # Memory of its own either way, in which arrays are aligned.
+                self._body = memoryview(bytes(frame.payload)) if frame.parts == 1 else self._bodies.take(frame.total)
+            except MemoryError:
+                return Spoiled(f"a message of {frame.total} bytes is more than this machine has memory for")
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
         if (
             body is None
@@ -124,12 +158,15 @@ class Inbound:
             or (end != len(body) if last else end > len(body))
         ):
             self._body, self._due = None, 0
+            self._fill(0)
             return Spoiled(f"piece {frame.part} of {frame.parts} ends at byte {end} of {frame.total}: it does not fit")
         if frame.parts > 1:
             body[self._filled : end] = frame.payload
-        self._filled, self._due = end, self._due + 1
+        self._fill(end)
+        self._due += 1
         self._proven &= frame.proof == Proof.WHOLE
         if not last:
             return None
         self._body = None
+        self._fill(0)
         return Whole(body.toreadonly(), self._proven)

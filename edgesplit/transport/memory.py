@@ -22,7 +22,7 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._inboxes: dict[str, Inbox] = {}
         self._waiting: defaultdict[str, list[Message]] = defaultdict(list)
-        self._traffic: defaultdict[str, int] = defaultdict(int)
+        self._traffic: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._closed = False
 
     def mailbox(self, node: str) -> Inbox:
@@ -53,7 +53,7 @@ class MemoryTransport:
         with self._lock:
             if self._closed:
                 raise TransportError(f"{message.kind!r} message to {node!r} after the transport was closed")
-            self._traffic[node] += len(body)
+            self._traffic[message.sender, node] += len(body)
             if node in self._inboxes:
                 self._inboxes[node].put(copy)
             else:
@@ -73,10 +73,10 @@ class MemoryTransport:
     def flush(self, timeout: float) -> None:
         """Return at once: what was sent has arrived."""
 
-    def traffic(self) -> Mapping[str, int]:
-        """Bytes sent so far, by receiver."""
+    def traffic(self, node: str) -> Mapping[str, int]:
+        """Bytes that ``node`` has sent so far, by receiver."""
         with self._lock:
-            return dict(self._traffic)
+            return {to: count for (sender, to), count in self._traffic.items() if sender == node}
 
     def close(self) -> None:
         """Take no more messages; what is in the inboxes stays there."""

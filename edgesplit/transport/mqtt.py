@@ -18,7 +18,7 @@ from paho.mqtt import client as paho
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.errors import FrameError, TransportError, TransportTimeout, Unreachable
 from edgesplit.transport import frames
 from edgesplit.transport.access import VERSIONS, Access
 from edgesplit.transport.address import unreachable
@@ -40,6 +40,9 @@ PACKET = 256 << 10
 LEAST_CHUNK = 1024
 SHORTER = (60 << 10, 15 << 10)
 """Bytes of the chunks that are tried where the broker swallows one of the full size."""
+
+AWAY_S = 60.0
+"""How long a probe waits for those that are away, beside its own time."""
 
 KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
@@ -135,6 +138,7 @@ class MqttTransport:
             key_required=key_required,
         )
         self._inbox = Inbox(node)
+        self._inbox.on_room = self._room
         self._reached: set[str] = set()
         self._refused: dict[str, str] = {}
         self._watch = watch
@@ -153,10 +157,13 @@ class MqttTransport:
             self._probe_own_topic()
             self._claim_name()
         except BaseException as error:
+            broke = self._answers.lost is not None and isinstance(error, TransportError)
             self._drop(self._client)
             self._pump.close()
-            if isinstance(error, TransportError) and self._answers.lost is not None and self._access.shares_ids:
+            if broke and self._access.shares_ids:
                 raise self._thrown_out() from None
+            if broke:
+                raise Unreachable(str(error)) from None
             raise
         self._thread = threading.Thread(target=self._network, name=f"edgesplit-mqtt-{node}", daemon=True)
         self._thread.start()
@@ -215,7 +222,7 @@ class MqttTransport:
             for peer in sorted(wanted):
                 self._perform(self._endpoint.hello(peer, time.monotonic()))
             self._pump.ring()
-            if not self._progress.wait_for(lambda: wanted <= self._reached, timeout):
+            if not self._wait_for_answers(wanted, timeout):
                 silent = sorted(wanted - self._reached)
                 for known in silent:
                     if known in self._refused:
@@ -225,6 +232,16 @@ class MqttTransport:
                     f"no answer within {timeout:g} s from {missing}: is it running, and do the broker's rules let "
                     f"{self.node!r} publish there?"
                 )
+
+    def _wait_for_answers(self, wanted: set[str], timeout: float) -> bool:
+        """The time without a connection, or until one that is being started again is back, does not count."""
+        left, longest = timeout, time.monotonic() + timeout + AWAY_S
+        while (began := time.monotonic()) < longest and left > 0:
+            if self._progress.wait_for(lambda: wanted <= self._reached, min(left, 0.25)):
+                return True
+            if self._connected and not any(map(self._endpoint.away, wanted - self._reached)):
+                left -= time.monotonic() - began
+        return False
 
     def forget(self, node: str) -> None:
         """Drop what is waiting for a node that will not come back."""
@@ -247,7 +264,7 @@ class MqttTransport:
         """Packets that were dropped because they are not what they should be."""
         return self._endpoint.rejected
 
-    def traffic(self) -> Mapping[str, int]:
+    def traffic(self, node: str) -> Mapping[str, int]:
         """Bytes sent so far, by receiver; what is sent again does not count."""
         with self._lock:
             return self._endpoint.traffic()
@@ -287,7 +304,7 @@ class MqttTransport:
             if silent := time.monotonic() - began >= self._timeout:
                 break
         what = f"does not answer within {self._timeout:g} s" if silent else "hangs up"
-        raise TransportError(
+        raise Unreachable(
             f"{self._address} took the connection but {what} in MQTT {' or '.join(versions)}: "
             "is it a broker's port, and the right one for this url?"
         )
@@ -483,14 +500,15 @@ class MqttTransport:
         """Act on what the endpoint says; with the lock held, so that packets keep their order."""
         for effect in effects:
             if isinstance(effect, Publish):
-                if self._connected:
-                    # With QoS above 0 paho keeps the payload, whose header changes when it is sent again.
-                    data = effect.data if self._qos == 0 else bytes(effect.data)
-                    self._client.publish(self._topic(effect.peer), data, qos=self._qos)
+                if self._connected and self._qos == 0:
+                    self._client.post(self._topic(effect.peer), effect.data)
+                elif self._connected:
+                    # paho keeps the payload, whose header changes when it is sent again.
+                    self._client.publish(self._topic(effect.peer), bytes(effect.data), qos=self._qos)
             elif isinstance(effect, Deliver):
                 if effect.message.kind == "refused":
                     self._refused[effect.message.sender] = str(effect.message.meta["reason"])
-                self._inbox.put(effect.message)
+                self._inbox.put(effect.message, effect.size)
             elif isinstance(effect, Announce):
                 if self._connected:
                     self._announce(effect)
@@ -538,15 +556,24 @@ class MqttTransport:
             return
         if not self._open:
             return
+        if frame.flags & Flag.DATA and self._inbox.full(frame.sender):
+            frame = frame._replace(flags=frame.flags & ~Flag.DATA)  # it is sent again when the inbox was read
         with self._lock:
             if not self._closed:
                 self._perform(self._endpoint.received(frame, time.monotonic()))
                 self._progress.notify_all()
 
+    def _room(self, sender: str) -> None:
+        """The inbox, which was full of a node's messages, has been read."""
+        with self._lock:
+            if not self._closed:
+                self._perform(self._endpoint.room(sender))
+        self._pump.ring()
+
     def _heard(self, message: paho.MQTTMessage) -> None:
         if not message.payload:
             return  # a cleared status
-        name, status = message.topic.split("/")[-2], self._endpoint.read(message.payload)
+        name, status = message.topic.split("/")[-2], self._endpoint.read(bytes(message.payload))
         if name == self.node:
             self._heard_own(status, message.retain)
         elif frames.valid_name(name):

@@ -40,14 +40,14 @@ class Status(NamedTuple):
         return json.dumps(entry | ({"reason": self.reason} if self.reason else {})).encode()
 
     @classmethod
-    def of_json(cls, data: bytes | bytearray) -> Status:
+    def of_json(cls, data: bytes | bytearray | memoryview) -> Status:
         """Read a payload.
 
         Raises:
             FrameError: it is none.
         """
         try:
-            entry: Any = json.loads(data) if len(data) <= 4096 else None
+            entry: Any = json.loads(bytes(data)) if len(data) <= 4096 else None
             status = cls(entry["state"], int(entry["boot"], 16), float(entry["time"]), str(entry.get("reason", "")))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise FrameError(f"status {bytes(data[:64])!r} is not one: {error}") from None
@@ -116,6 +116,11 @@ class Presence:
         """Whether a node has left by itself."""
         node = self._nodes.get(name)
         return node is not None and not node.online and node.reason == CLOSED
+
+    def away(self, name: str) -> bool:
+        """Whether a node was there and is not now."""
+        node = self._nodes.get(name)
+        return node is not None and not node.online
 
     def _online(self, name: str, node: _Node | None, boot: int, now: float) -> Iterator[Message]:
         if node is not None and node.online and node.boot == boot:

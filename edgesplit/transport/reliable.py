@@ -41,6 +41,9 @@ class Settings:
         patience: until a chunk is sent again.
         hello_first, hello_most: between hellos to a peer that does not answer; doubles from first to most.
         peers: more senders than this are not listened to.
+        ahead_bytes: of all senders' chunks that may wait for those before them.
+        unfinished_bytes: what may have come of messages that are not whole yet, of all senders; a chunk beyond that is
+            not taken, so that it is sent again.
     """
 
     window_bytes: int = 4 << 20
@@ -52,6 +55,8 @@ class Settings:
     hello_first: float = 0.25
     hello_most: float = 2.0
     peers: int = 16_384
+    ahead_bytes: int = 64 << 20
+    unfinished_bytes: int = 16 << 30
 
 
 class Publish(NamedTuple):
@@ -197,6 +202,10 @@ class Reliable:
                 effects.append(self._hello(peer, now))
             effects += self._publish(peer, self._outs[peer].again(now), now)
         return effects
+
+    def resync(self, peer: str) -> list[Effect]:
+        """Have ``peer`` send again what was in flight to this node."""
+        return [self._ack(peer, Flag.RESYNC)] if peer in self._ins else []
 
     def deny(self, frame: Frame, now: float) -> list[Effect]:
         """Tell the sender of a hello that it is not let in: a welcome to nothing."""
@@ -352,7 +361,7 @@ class Reliable:
                 self._ack_due.setdefault(peer, now + self._settings.ack_delay)
             else:
                 yield self._ack(peer)  # at once: it names the hole
-        else:
+        elif frame.parts == 1 or self._bodies.unfinished + len(frame.payload) <= self._settings.unfinished_bytes:
             had_hole = stream.gap > 0
             for result in stream.take(frame):
                 yield Rejected(peer, result.reason) if isinstance(result, Spoiled) else Deliver(peer, *result)
@@ -375,12 +384,16 @@ class Reliable:
         if (frame.sender, frame.boot) in self._dead:
             return None
         if stream is not None:
+            stream.drop()
             self._dead[frame.sender, stream.boot] = None
             if len(self._dead) > MOST_DEAD:
                 del self._dead[next(iter(self._dead))]
         settings = self._settings
         stream = self._ins[frame.sender] = Inbound(
-            frame.boot, (2 * settings.window_bytes, 2 * settings.window_frames), self._bodies
+            frame.boot,
+            (2 * settings.window_bytes, 2 * settings.window_frames),
+            self._bodies,
+            settings.ahead_bytes,
         )
         self._ack_due.pop(frame.sender, None)
         return stream

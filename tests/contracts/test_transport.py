@@ -22,8 +22,8 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edgesplit.codecs import CODECS, pack, unpack
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
+from edgesplit.transport import base, frames
 from edgesplit.transport import broker as broker_module
-from edgesplit.transport import frames
 from edgesplit.transport.access import Access
 from edgesplit.transport.base import Inbox, Message, Transport
 from edgesplit.transport.broker import EmbeddedBroker
@@ -186,7 +186,8 @@ def test_a_tensor_of_64_mb(network: Open) -> None:
     assert np.array_equal(unpack(take(inbox, 60).arrays)["h"], values)
     assert take(inbox).micro == 1
     a.flush(10)
-    assert 64 << 20 < a.traffic()["b"] < 65 << 20
+    assert 64 << 20 < a.traffic("a")["b"] < 65 << 20
+    assert b.traffic("b") == {}, "it has sent nothing"
 
 
 def test_a_receiver_that_comes_later_gets_what_was_sent(network: Open) -> None:
@@ -197,6 +198,26 @@ def test_a_receiver_that_comes_later_gets_what_was_sent(network: Open) -> None:
     b = network("b")
     inbox = b.mailbox("b")
     assert [take(inbox).micro for _ in range(20)] == list(range(20))
+
+
+def test_who_does_not_read_holds_up_the_sender_and_loses_nothing(
+    anyhow: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MOST_WAITING", 1 << 20)
+    receiver, sender, other = anyhow("r"), anyhow("s"), anyhow("o")
+    inbox, arrays = receiver.mailbox("r"), pack({"x": np.zeros(100_000, np.uint8)})
+    for number in range(150):
+        sender.send("r", Message(kind="x", sender="s", micro=number, arrays=arrays))
+    time.sleep(2.0)
+    assert (1 << 20) <= inbox.waiting()["s"] <= (1 << 20) + (1 << 18), "one message, and a chunk of several, more"
+    with pytest.raises(TransportTimeout, match=r"'s' has no acknowledgement from 'r' \(\d+ chunks\)"):
+        sender.flush(0.1)
+    other.send("r", Message(kind="x", sender="o"))  # the inbox is full for one only
+    other.flush(10.0)
+    found = [take(inbox) for _ in range(151)]
+    assert [message.micro for message in found if message.sender == "s"] == list(range(150))
+    sender.flush(10.0)
+    assert "s" not in inbox.waiting()
 
 
 def test_both_ways_at_once_and_to_oneself(network: Open) -> None:
@@ -528,6 +549,20 @@ def test_a_topic_that_an_access_rule_swallows_is_named(
             a.probe(["b"], 5.0)
         with pytest.raises(TransportTimeout, match=r"'c' \(topic edgesplit/half/c/in\)"):
             a.probe(["c"], 0.5)
+
+
+def test_a_probe_waits_for_one_that_is_started_again(mosquitto: Mosquitto) -> None:
+    run = f"probe-{next(RUNS)}"
+    with MqttTransport(mosquitto.url, run=run, node="a") as a:
+        with MqttTransport(mosquitto.url, run=run, node="b"):
+            status_of(a.mailbox("a"), "b", "online")
+        status_of(a.mailbox("a"), "b", "offline")
+        later = threading.Timer(2.0, lambda: opened.append(MqttTransport(mosquitto.url, run=run, node="b")))
+        opened: list[MqttTransport] = []
+        later.start()
+        a.probe(["b"], 1.0)  # its second begins when the other is there
+        later.join()
+        opened[0].close()
 
 
 def test_a_packet_limit_is_obeyed_or_named(start_mosquitto: Callable[..., Mosquitto]) -> None:

@@ -95,6 +95,10 @@ class Command:
     def pid(self) -> int:
         return self._process.pid
 
+    def poll(self) -> int | None:
+        """Its exit status; None: it is at work."""
+        return self._process.poll()
+
     @property
     def stdout(self) -> str:
         return self._out.read_text()

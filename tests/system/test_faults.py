@@ -1,5 +1,6 @@
-"""Faults of all kinds end a run in one line that says what and what to do; nothing runs on, and nothing is lost.
+"""Faults that end a run do so in one line that says what and what to do; nothing runs on, and nothing is lost.
 
+Those that a run survives are in ``test_recovery.py``: here ``on_node_lost`` is ``stop``, or the waits are short.
 Most of the time of a fault goes by while processes start or wait, so all that were chosen run side by side.
 """
 
@@ -18,6 +19,7 @@ import pytest
 from paho.mqtt import publish
 
 from edgesplit import checkpoint
+from edgesplit.launch import RESTARTS
 from edgesplit.observe.recorder import read_events
 from tests.brokers import Mosquitto, find_mosquitto, free_port
 from tests.system.command import SMALL, Command, Ended, Shell, kept, shell, wait_until
@@ -28,6 +30,7 @@ AT_ONCE = 3
 """Faults looked at side by side: what waits leaves its core to others."""
 
 NEEDED = ("topology=small.yaml", "rounds=1", "steps_per_round=4")
+STOP = "on_node_lost=stop"
 HAND = ("topology=small.yaml",)
 """One device, one edge and one cloud, which somebody else starts."""
 
@@ -179,14 +182,15 @@ def an_access_rule_that_swallows_what_nodes_tell_the_coordinator(place: Shell) -
         subprocess.run(["mosquitto_passwd", "-b", str(users), user, "pw"], check=True, capture_output=True)
     env = {"EDGESPLIT_PASSWORD": "pw"}
     with mosquitto_with(place, f"acl_file {acl}", f"password_file {users}", anonymous=False) as broker:
-        nodes = place.start("node", "pi", "edge", "cloud", "--broker", f"mqtt://hand@{broker.address}", env=env)
+        names = ("pi", "edge", "cloud", "--coordinator-s", "2")
+        nodes = place.start("node", *names, "--broker", f"mqtt://hand@{broker.address}", env=env)
         run = place.start("run", "experiment.yaml", *HAND, "--broker", f"mqtt://boss@{broker.address}", env=env)
         refused(
             run.end(),
             "'pi', 'edge', 'cloud': online, but nothing that it sends arrives",
             "does the broker let nodes publish to the coordinator's topic",
         )
-        refused(nodes.end(), "the coordinator is gone")
+        refused(nodes.end(), "the coordinator is gone (closed) and did not come back within 2 s")
 
 
 @over_mosquitto
@@ -255,7 +259,7 @@ def a_node_that_never_comes(place: Shell) -> None:
 
 
 def killed(place: Shell, node: str) -> None:
-    command = place.begin(node, "topology=small.yaml").wait_step()
+    command = place.begin(node, "topology=small.yaml", STOP).wait_step()
     os.kill(command.node_pid(node), signal.SIGKILL)
     others = {"pi", "edge", "cloud"} - {node}
     ended = command.end()
@@ -282,9 +286,9 @@ def a_killed_cloud(place: Shell) -> None:
 
 @fault
 def a_node_that_hangs(place: Shell) -> None:
-    command = place.begin("hung", "topology=small.yaml", "timeouts.step_s=15").wait_step()
+    command = place.begin("hung", "topology=small.yaml", "timeouts.step_s=10", STOP).wait_step()
     os.kill(command.node_pid("edge"), signal.SIGSTOP)
-    refused(command.end(), "no progress ", " for 15 s: nothing from ", "'edge'", status=1)
+    refused(command.end(), "no progress ", " for 10 s: nothing from ", "'edge'", status=1)
     command.gone(0.5)
     assert place.last_checkpoint("hung").position.round >= 1
 
@@ -293,13 +297,14 @@ def a_node_that_hangs(place: Shell) -> None:
 def by_hand(place: Shell, *arguments: str, nodes: Sequence[str] = ("pi cloud", "edge")) -> Iterator[list[Command]]:
     """A run over a mosquitto, and the commands that its nodes were started with."""
     with mosquitto_with(place) as broker:
-        commands = [place.start("node", *names.split(), "--run", "hand", "--broker", broker.url) for names in nodes]
+        options = ("--run", "hand", "--coordinator-s", "2", "--state", "kept", "--broker", broker.url)
+        commands = [place.start("node", *names.split(), *options) for names in nodes]
         yield [place.begin("hand", *HAND, *arguments, "--broker", broker.url), *commands]
 
 
 @over_mosquitto
 def a_killed_node_on_another_machine(place: Shell) -> None:
-    with by_hand(place) as (run, others, edge):
+    with by_hand(place, STOP) as (run, others, edge):
         run.wait_step()
         edge.send(signal.SIGKILL)
         ended = run.end()
@@ -313,7 +318,7 @@ def a_killed_coordinator_of_nodes_on_other_machines(place: Shell) -> None:
         run.wait_step()
         run.send(signal.SIGKILL)
         for node in nodes:
-            refused(node.end(), "the coordinator is gone", status=1)
+            refused(node.end(), "the coordinator is gone (", " and did not come back within 2 s", status=1)
 
 
 @over_mosquitto
@@ -432,20 +437,29 @@ def a_disk_that_fills_up(place: Shell) -> None:
 @over_mosquitto
 def a_broker_that_goes_away(place: Shell) -> None:
     with mosquitto_with(place) as broker:
-        command = place.begin("away", *SMALL, "--broker", broker.url).wait_step()
+        command = place.begin("away", *SMALL, "timeouts.broker_s=3", "--broker", broker.url).wait_step()
         broker.stop(signal.SIGKILL)
-        refused(command.end(), f"no broker at {broker.address} for ", status=1)
+        refused(command.end(), f"no broker at {broker.address} for 3 s", status=1)
         command.gone(0.5)
     assert place.last_checkpoint("away").position.round >= 1
 
 
 @fault
-def an_embedded_broker_that_is_killed(place: Shell) -> None:
-    command = place.begin("embedded").wait_step()
-    (pid,) = (pid for pid, line in command.processes().items() if "edgesplit-broker-" in line)
-    os.kill(pid, signal.SIGKILL)
-    refused(command.end(), "no broker at 127.0.0.1:", status=1)
+def a_node_that_is_killed_again_and_again(place: Shell) -> None:
+    command = place.begin("again", "topology=small.yaml").wait_step()
+    seen: set[int] = set()
+
+    def next_one() -> int | None:
+        pids = (pid for pid, line in command.processes().items() if " node " in line and line.split()[-1] == "edge")
+        return next((pid for pid in pids if pid not in seen), None)
+
+    for _ in range(RESTARTS + 1):
+        pid = wait_until("a process of the edge", next_one)
+        seen.add(pid)
+        os.kill(pid, signal.SIGKILL)
+    refused(command.end(), "the process of edge was killed by signal 9", status=1)
     command.gone(0.5)
+    assert place.last_checkpoint("again").position.round >= 1
 
 
 @over_mosquitto

@@ -230,7 +230,7 @@ class IntEngine:
 
     def span(self, run: Run) -> range:
         assert run.micro is not None
-        stage = self.case.plan.route(run.micro.device).stages[run.action.stage]
+        stage = self.case.plan.path(run.micro.device, run.micro.route)[run.action.stage]
         assert stage.node == self.name
         return range(stage.start, stage.stop)
 
@@ -242,7 +242,7 @@ class IntEngine:
         if stage:
             assert run.act is not None
             assert run.act.weight == weight, "the weight travels with the micro-batch"
-            assert run.act.sender == self.case.plan.route(micro.device).stages[stage - 1].node
+            assert run.act.sender == self.case.plan.path(micro.device, micro.route)[stage - 1].node
             x = unwrap(run.act)["x"]
         else:
             assert run.act is None

@@ -1,0 +1,1 @@
+"""Frames that are none, and frames that an attacker makes of real ones, against all that takes frames."""

@@ -1,0 +1,124 @@
+"""What a node keeps: whole or not there, of this run only, and no more than anybody will ask for."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgesplit.journal import Journal
+from edgesplit.recovery import Kept, Point
+
+BASE = Point(1, -1)
+
+
+def state(value: float, **more: float) -> dict[str, np.ndarray]:
+    return {name: np.array([v, v]) for name, v in {"param/w": value, **more}.items()}
+
+
+def opened(tmp_path: Path, run: str = "r", layers: str = "f (0, 1)") -> Journal:
+    return Journal(tmp_path / "node", run=run, layers=layers)
+
+
+def filled(tmp_path: Path, steps: int = 3) -> Journal:
+    journal = opened(tmp_path)
+    journal.keep(BASE, 0, state(0.0, frozen=9.0), committed=BASE, full=True)
+    for step in range(steps):
+        journal.keep(Point(1, step), 0, state(step + 1.0), committed=Point(1, step - 1), full=False)
+    return journal
+
+
+def test_another_life_reads_what_was_kept(tmp_path: Path) -> None:
+    filled(tmp_path).flush()
+    again = opened(tmp_path)
+    assert again.kept() == [Kept(BASE, 0), *(Kept(Point(1, step), 0) for step in range(3))]
+    found = again.read(Kept(Point(1, 2), 0))
+    assert found is not None
+    assert {name: array.tolist() for name, array in found.items()} == {"param/w": [3.0, 3.0], "frozen": [9.0, 9.0]}
+    assert again.read(Kept(Point(1, 2), 7)) is None, "made in another term"
+    assert again.read(Kept(Point(2, 2), 0)) is None
+
+
+def test_only_what_may_be_asked_for_stays(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 10)
+    assert [kept.point.step for kept in journal.kept()] == [-1, 7, 8, 9]
+    journal.keep(Point(2, 9), 0, state(0.0), committed=Point(2, 9), full=True)
+    assert {kept.point.load for kept in journal.kept()} == {1, 2}, "others may not have the second yet"
+    journal.keep(Point(2, 10), 0, state(1.0), committed=Point(2, 10), full=False)
+    assert [kept.point for kept in journal.kept()] == [Point(2, 9), Point(2, 10)]
+
+
+def test_what_was_taken_back_is_forgotten(tmp_path: Path) -> None:
+    journal = filled(tmp_path)
+    journal.forget_after(Point(1, 1))
+    left = [Kept(BASE, 0), Kept(Point(1, 0), 0), Kept(Point(1, 1), 0)]
+    assert journal.kept() == opened(tmp_path).kept() == left
+
+
+@pytest.mark.parametrize(("run", "layers"), [("another", "f (0, 1)"), ("r", "f (0,)")])
+def test_another_run_or_other_layers_find_nothing(tmp_path: Path, run: str, layers: str) -> None:
+    filled(tmp_path).flush()
+    assert opened(tmp_path, run, layers).kept() == []
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+def test_a_damaged_file_is_none(tmp_path: Path) -> None:
+    filled(tmp_path).flush()
+    last = max((tmp_path / "node").iterdir())
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1  # as after a power cut: its length, but not its contents
+    last.write_bytes(data)
+    (tmp_path / "node" / "1-9-0.safetensors").write_bytes(b"short")
+    (tmp_path / "node" / ".1-9-0.safetensors").write_bytes(b"unfinished")
+    assert [kept.point.step for kept in opened(tmp_path).kept()] == [-1, 0, 1]
+    assert len(list((tmp_path / "node").iterdir())) == 3
+
+
+def test_a_full_disk_is_said_and_not_raised(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 1)
+    journal.flush()
+    assert journal.problem is None
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        journal.keep(Point(1, 1), 0, state(5.0), committed=Point(1, 0), full=False)
+        journal.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert journal.problem is not None
+    assert "cannot keep its state in" in journal.problem
+    assert [kept.point.step for kept in journal.kept()] == [-1, 0]
+    journal.keep(Point(1, 2), 0, state(6.0), committed=Point(1, 1), full=False)
+    journal.flush()
+    assert journal.problem is None
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "node").write_text("a file")
+    journal = opened(tmp_path)
+    journal.keep(BASE, 0, state(0.0), committed=BASE, full=True)
+    journal.flush()
+    assert journal.kept() == []
+    assert journal.problem
+
+
+def test_a_run_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
+    journal = filled(tmp_path)
+    journal.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_arrays_of_numbers_keep_shape_and_type(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    arrays = {"count": np.array(3, np.int64), "empty": np.zeros((0, 2), np.float32), "turned": np.ones((2, 3)).T}
+    journal.keep(BASE, 0, arrays, committed=BASE, full=True)
+    found = journal.read(Kept(BASE, 0))
+    assert found is not None
+    for name, array in arrays.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
+        assert np.array_equal(found[name], array)
