@@ -54,8 +54,10 @@ class Offences:
             grave: one that the step cannot go on after counts as many.
         """
         self.counts[device] = self.counts.get(device, 0) + 1
-        if self.after is None or device in self.barred:
+        if self.after is None:
             return False
+        if device in self.barred:  # and here nevertheless: in a resumed run, until its next plan
+            return True
         if grave:
             self.counts[device] = max(self.counts[device], self.after)
         return self.counts[device] >= self.after

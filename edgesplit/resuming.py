@@ -37,8 +37,13 @@ def snapshot(
         loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
         best=best,
         experiment=experiment.to_dict(),
+<<<<<<< HEAD
         plan=plan.bare().to_json(),
         extra={"load": coordinator.line.base.load},
+=======
+        plan=Plan(plan.layers, plan.routes).to_json(),
+        extra={"load": coordinator.line.base.load, "barred": dict(coordinator.offences.barred)},
+>>>>>>> h-hostile
     )
     return checkpoint.Checkpoint(
         position=position,
@@ -83,6 +88,7 @@ def take_up(
     training.participation = dict(position.participation)
     coordinator = training.conductor.coordinator
     coordinator.next_micro, coordinator.term = position.micro, position.term
+    coordinator.offences.barred.update({str(d): str(why) for d, why in position.extra.get("barred", {}).items()})
     scale = position.loss_scale or {"value": coordinator.loss_scale.value, "good": 0}
     standing = Standing(float(scale["value"]), int(scale["good"]), 0, 0)
     if federation is not None:

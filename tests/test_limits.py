@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgesplit.checkpoint import latest
 from edgesplit.codecs import pack, unpack
 from edgesplit.engine import Engine
 from edgesplit.errors import ExperimentError, RunError
@@ -138,6 +139,21 @@ def test_the_run_goes_on_without_the_device_as_if_it_had_never_been(
     assert len(lines) >= 2
 
 
+def test_a_resumed_run_still_goes_on_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hostile(monkeypatch, heavy(1e300))
+    task = points_task(SIZES)
+    how = {"micros": 2, "batch_size": 8, "steps_per_round": 2, "limits": LIMITS, **RULES["sgd"]}
+    with open_session(tree(task, [1, 4]), task, directory=tmp_path, rounds=2, **how) as session:
+        session.fit()
+    with open_session(tree(task, [1, 4]), task, directory=tmp_path, rounds=4, **how) as session:
+        session.resume(latest(tmp_path / "checkpoints"))
+        assert set(session.training.conductor.coordinator.offences.barred) == {"d2"}
+        ran = train(session)
+        assert [r.device for r in session.training.plan.routes] == ["d1", "d3", "d4"]
+    assert len(ran.steps) == 4
+    assert all(np.isfinite(array).all() for array in ran.weights.values())
+
+
 def test_without_limits_nothing_is_looked_at_and_a_bad_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile(monkeypatch, nan_activations)
     task = points_task(SIZES)
@@ -255,7 +271,7 @@ def test_offences_are_counted() -> None:
     assert [counted.note("a") for _ in range(3)] == [False, False, True]
     assert counted.note("b", grave=True)
     counted.barred["a"] = "so"
-    assert not counted.note("a")
+    assert counted.note("a"), "one that was left out before is not given another chance"
     assert not any(Offences(None).note("a", grave=True) for _ in range(9))
 
 
