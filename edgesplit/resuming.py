@@ -37,13 +37,8 @@ def snapshot(
         loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
         best=best,
         experiment=experiment.to_dict(),
-<<<<<<< HEAD
         plan=plan.bare().to_json(),
-        extra={"load": coordinator.line.base.load},
-=======
-        plan=Plan(plan.layers, plan.routes).to_json(),
         extra={"load": coordinator.line.base.load, "barred": dict(coordinator.offences.barred)},
->>>>>>> h-hostile
     )
     return checkpoint.Checkpoint(
         position=position,
