@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgesplit.callbacks import Callback
     from edgesplit.errors import (
         CodecError,
+        CoordinatorGone,
         EdgesplitError,
         ExperimentError,
         FrameError,
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
         PlanError,
         RunError,
         ScheduleError,
+        Spoiled,
         TaskError,
         TopologyError,
         TransportError,
         TransportTimeout,
+        Unreachable,
     )
     from edgesplit.experiment import Experiment
     from edgesplit.methods import METHODS, simulate
@@ -44,6 +47,7 @@ __all__ = [
     "METHODS",
     "Callback",
     "CodecError",
+    "CoordinatorGone",
     "EdgesplitError",
     "Experiment",
     "ExperimentError",
@@ -55,12 +59,14 @@ __all__ = [
     "ScheduleError",
     "Session",
     "Shard",
+    "Spoiled",
     "Task",
     "TaskError",
     "Topology",
     "TopologyError",
     "TransportError",
     "TransportTimeout",
+    "Unreachable",
     "__version__",
     "fit",
     "plan",
@@ -70,6 +76,7 @@ __all__ = [
 _HOMES = {
     "edgesplit.errors": (
         "CodecError",
+        "CoordinatorGone",
         "EdgesplitError",
         "ExperimentError",
         "FrameError",
@@ -77,10 +84,12 @@ _HOMES = {
         "PlanError",
         "RunError",
         "ScheduleError",
+        "Spoiled",
         "TaskError",
         "TopologyError",
         "TransportError",
         "TransportTimeout",
+        "Unreachable",
     ),
     "edgesplit.experiment": ("Experiment",),
     "edgesplit.callbacks": ("Callback",),

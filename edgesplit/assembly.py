@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -165,6 +164,8 @@ def remarks(model: Model, plan: Plan, experiment: Experiment) -> list[str]:
             lines.append(f"buffers at each round's end: {federation.buffers}")
         if clip_norm(model.task, experiment) is not None:
             lines.append("clip_norm with replicas: the norm is the weighted mean of the replicas', an upper bound")
+    if experiment.pipeline.share:
+        lines.append("share: who computes what depends on measured speeds, so two runs may differ in the last bits")
     if plan.stages > 1 and any(route.stages[-1].node != route.device for route in plan.routes):
         lines.append("labels leave the devices (a U-shaped placement keeps them); activations leak information too")
     return lines
@@ -197,7 +198,7 @@ def assignments(
     """
     if method.name not in METHODS:
         raise ExperimentError(f"method {method.name!r} is not in the table: nodes find it there by name")
-    bare = Plan(plan.layers, plan.routes).to_json()
+    bare = plan.bare().to_json()
     told = {}
     for node in plan.nodes():
         shard = None
@@ -239,10 +240,8 @@ def codecs_of(node: str, plan: Plan, experiment: Experiment) -> dict[str, str]:
         topology = Topology.from_dict(plan.topology)
         rank = {name: topology.tier_order.index(topology.nodes[name].tier) for name in rank}
     codecs: dict[str, str] = {}
-    for route in plan.routes:
-        names = [stage.node for stage in route.stages]
-        for a, b in pairwise(names):
-            for src, dst in ((a, b), (b, a)):
-                if src == node:
-                    codecs[dst] = experiment.codec.down if rank[dst] < rank[src] else experiment.codec.up
+    for a, b in plan.links():
+        for src, dst in ((a, b), (b, a)):
+            if src == node:
+                codecs[dst] = experiment.codec.down if rank[dst] < rank[src] else experiment.codec.up
     return codecs

@@ -22,7 +22,8 @@ from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
 from edgesplit.roster import Absence, OnLost, Roster
-from edgesplit.schedule import Step
+from edgesplit.schedule import Event, Micro, Step
+from edgesplit.sharing import AHEAD, Router
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
@@ -134,7 +135,9 @@ INDISPENSABLE_S = 600.0
 Reassign = Callable[[Plan], Mapping[str, Mapping[str, Any]]]
 """Another plan -> what each of its nodes is to be told."""
 
-Asked = Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]]
+_Part = tuple[str, Mapping[str, Any], Mapping[str, Packed]]
+
+Asked = Mapping[str, _Part]
 """Node -> kind, meta and arrays of what it is asked."""
 
 
@@ -201,8 +204,10 @@ class Coordinator:
         self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
+        self.router = Router() if plan.peers else None
         self._set_plan(plan)
         self._open: deque[_Open] = deque()
+        self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
         self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
         self._requests: dict[int, _Request] = {}
         self._recovery: _Request | None = None
@@ -225,11 +230,13 @@ class Coordinator:
         self._devices = [route.device for route in plan.routes]
         shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
         self._shared = shared if self._adds else {}
+        if self.router is not None:
+            self.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._requests or self._again or self._recovery)
+        return bool(self._open or self._later or self._requests or self._again or self._recovery)
 
     @property
     def barrier(self) -> bool:
@@ -241,14 +248,24 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        return self._publish([_Due(draft, evaluate) for draft in drafts], now)
+        dues = [_Due(draft, evaluate) for draft in drafts]
+        if self._later:
+            self._later += dues
+            return []
+        return self._publish(dues, now)
 
     def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
         """Number the steps of one sheet and send it; all train, or all evaluate."""
         self._progress_at = now
         opened = []
+        if self.router is not None:
+            room = max(AHEAD - len(self._open), 0)
+            other = (at for at, due in enumerate(dues) if due.evaluate != dues[0].evaluate)
+            room = min(room, next(other, room))
+            dues, self._later = dues[:room], [*dues[room:], *self._later]
+        routes = self._routes if self.router is not None else None
         for due in dues:
-            step = number(due.draft, self.cutting, self.next_micro, self._devices)
+            step = number(due.draft, self.cutting, self.next_micro, self._devices, routes)
             self.next_micro += len(step.micros)
             opened.append(_Open(due, step, self._participants(step, due.evaluate)))
         self._open.extend(opened)
@@ -257,10 +274,25 @@ class Coordinator:
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
 
+    def _routes(self, micros: Sequence[Micro]) -> Sequence[int]:
+        """Choose the micro-batches' ways: where nodes share work those that are quick and there."""
+        if self.router is None:
+            return [0] * len(micros)
+        return self.router.routes(self.plan, micros, self.roster.lost)
+
+    def observe(self, event: Event) -> None:
+        """Learn from a report what an action took, so that the steps to come go round the slow."""
+        entry = next((entry for entry in self._open if entry.step.step == event.step), None)
+        if self.router is not None and entry is not None and not entry.due.evaluate and entry.step.micros:
+            at = event.action.micro - entry.step.micros[0].micro
+            if 0 <= at < len(entry.step.micros):
+                micro = entry.step.micros[at]
+                self.router.observe(event, micro.stop - micro.start)
+
     def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
         if not step.micros:
             return ()  # nobody has samples: there is nothing to do or to wait for
-        on_route = {place.node for device in step.batches for place in self.plan.route(device).stages}
+        on_route = {place.node for m in step.micros for place in self.plan.path(m.device, m.route)}
         if not evaluate:
             on_route |= {node for nodes in self._shared.values() for node in nodes}
         return tuple(node for node in self._nodes if node in on_route)
@@ -273,8 +305,12 @@ class Coordinator:
         to: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Packed]]],
         now: float,
     ) -> tuple[int, list[Effect]]:
-        """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered."""
+        """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered.
+
+        Nodes that were left out are not asked.
+        """
         self._progress_at = now
+        to = {node: part for node, part in to.items() if node in self._nodes}
         asked = {node: (kind, meta, arrays) for node, (meta, arrays) in to.items()}
         request = _Request(next(self._request_numbers), asked)
         if kind == "assign":
@@ -351,8 +387,7 @@ class Coordinator:
         device, what = message.meta.get("device"), str(message.meta.get("what"))
         if message.term != self.term or device not in self._devices or message.sender in self._devices:
             return []
-        on_route = {stage.node for stage in self.plan.route(device).stages}
-        return self.offend(device, what, now, grave=True) if message.sender in on_route else []
+        return self.offend(device, what, now, grave=True)
 
     def _status(self, message: Message, now: float) -> list[Effect]:
         node, reason = message.sender, str(message.meta.get("reason") or "its connection closed")
@@ -460,7 +495,10 @@ class Coordinator:
     def _recover(self, now: float) -> list[Effect]:
         """Begin to bring everybody back to one state: ask what they have kept. A recovery under way begins anew."""
         self._progress_at = now
-        parts: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {
+        for request in self._requests.values():  # an answer that still comes tells of a state that is taken back
+            request.asking, request.due = next(self._request_numbers), True
+            request.replies.clear()
+        parts: dict[str, _Part] = {
             node: ("assign", {**self._assigned[node], "again": True}, {}) for node in self._fresh
         }
         if self.line.base.load == 0:  # no weights were given out yet: only the open question is asked again
@@ -478,9 +516,15 @@ class Coordinator:
         effects: list[Effect] = [NodeChanged(node, "left", absence.reason) for node, absence in lost.items()]
         self.take_plan(plan)
         for request in self._requests.values():
-            request.asked = {node: part for node, part in request.asked.items() if node in self._nodes}
+            request.asked = {
+                node: self._anew(node, *part) for node, part in request.asked.items() if node in self._nodes
+            }
         self._fresh = set(self._nodes)
         return effects + self._recover(now)
+
+    def _anew(self, node: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed]) -> _Part:
+        """What a node is asked by the plan of now: whoever is still to be told another one must be told this."""
+        return (kind, {**self._assigned[node], "again": True}, {}) if kind == "assign" else (kind, meta, arrays)
 
     def take_plan(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
         """Work by another plan from now on; return what its nodes are to be told."""
@@ -510,11 +554,13 @@ class Coordinator:
         back = self.line.rewind(self.term, count or 0)
         noted = self._note_cut()
         opened = [replace(entry.due) for entry in self._open]
-        self._again = [*(_Due(entry.draft, False, told=True) for entry in back), *opened, *self._again]
+        taken_back = (_Due(entry.draft, False, told=True) for entry in back)
+        self._again = [*taken_back, *opened, *self._again, *self._later]
+        self._later.clear()
         self._open.clear()
         self._resume_standing(self.line.standing())
         point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
-        asked: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Packed]]] = {}
+        asked: dict[str, _Part] = {}
         for node in replies:
             own = self.line.newest(kept[node])
             if own is not None:
@@ -545,8 +591,6 @@ class Coordinator:
         effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
         self._fresh.clear()
         self._returned.clear()
-        for request in self._requests.values():
-            request.due = True
         return effects + self._catch_up(now)
 
     def _catch_up(self, now: float) -> list[Effect]:
@@ -598,9 +642,9 @@ class Coordinator:
                 raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
 
     def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
-        """Return what a node can know: of its own layers, and of the losses of routes that end on it."""
-        ends = {route.device for route in self.plan.routes if route.stages[-1].node == node}
-        losses = {micro.micro for micro in entry.step.micros if micro.device in ends}
+        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
+        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
+        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
         layers = set(self.plan.layers_of(node))
         return replace(
             report,
@@ -613,7 +657,17 @@ class Coordinator:
         effects: list[Effect] = []
         while self._open and self._recovery is None and len(self._open[0].reports) == len(self._open[0].participants):
             effects += self._close(self._open.popleft(), now)
-        return effects + self._catch_up(now)
+        return effects + self._publish_later(now) + self._catch_up(now)
+
+    def _publish_later(self, now: float) -> list[Effect]:
+        """Where nodes share work: publish the next steps, now that one has ended."""
+        if not self._later or len(self._open) >= AHEAD or self._recovery is not None:
+            return []
+        evaluate = self._later[0].evaluate
+        if self._open and self._open[0].due.evaluate != evaluate:
+            return []
+        ready, self._later = self._later, []
+        return self._publish(ready, now)
 
     def _close(self, entry: _Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
@@ -688,7 +742,7 @@ class Coordinator:
         for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
             total += losses[micro][0]
             weight += losses[micro][1]
-        metrics = {device: values for report in entry.reports.values() for device, values in report.metrics.items()}
+        metrics = _added([entry.reports[node].metrics for node in entry.participants])
         shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         loss = total / weight if weight else math.nan
@@ -799,3 +853,17 @@ def _finite(report: Report) -> bool:
     sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
     losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
     return report.finite and sums and losses
+
+
+def _added(
+    parts: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Add up the devices' metrics: where nodes share the last layers, each has a part of them."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for part in parts:
+        for device, metrics in part.items():
+            of_device = found.setdefault(device, {})
+            for name, (value, weight) in metrics.items():
+                before = of_device.get(name, (0.0, 0.0))
+                of_device[name] = (before[0] + value, before[1] + weight)
+    return found

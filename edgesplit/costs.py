@@ -180,8 +180,8 @@ class ProfileCosts:
                 raise CodecError(f"links go 'up' and 'down', not {direction!r}")
             if codec not in CODECS:
                 raise CodecError(f"codec {codec!r} is not known{did_you_mean(codec, CODECS)}")
-        self._paths = {route.device: route.stages for route in plan.routes}
         self._micros = {micro.micro: micro for step in steps for micro in step.micros}
+        self._paths = {number: plan.path(micro.device, micro.route) for number, micro in self._micros.items()}
         self._times = LayerTimes(profile, topology)
         self._topology = topology
         self._rank = {tier: rank for rank, tier in enumerate(topology.tier_order)}
@@ -193,7 +193,7 @@ class ProfileCosts:
         if action.op == "U":
             return 0.0
         micro = self._micros[action.micro]
-        _, start, stop = self._paths[micro.device][action.stage]
+        _, start, stop = self._paths[action.micro][action.stage]
         key = (node, action.op, start, stop)
         if key not in self._seconds:
             self._seconds[key] = self._times.seconds(*key)
@@ -205,7 +205,7 @@ class ProfileCosts:
         samples = found.stop - found.start
         if kind == "target":
             return samples * self._target_bytes
-        path = self._paths[found.device]
+        path = self._paths[micro]
         lower, upper = (path[stage - 1], path[stage]) if kind == "act" else (path[stage], path[stage + 1])
         src, dst = (lower, upper) if kind == "act" else (upper, lower)
         codec = CODECS[self._codecs[self._direction(src.node, dst.node)]]

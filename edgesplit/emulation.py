@@ -86,21 +86,19 @@ def describe(node: str, plan: Plan, profile: Any, topology: Topology) -> dict[st
     """
     times = LayerTimes(profile, topology)
     ranges = {found for stages in plan.hosted(node).values() for found in stages}
-    peers = {
-        other.node
-        for route in plan.routes
-        if any(stage.node == node for stage in route.stages)
-        for other in route.stages
-        if other.node != node
-    }
+    choices = {route.device: plan.choices(route.device) for route in plan.routes}
+    passing = [route for route in plan.routes if any(node in nodes for nodes in choices[route.device])]
+    peers = {other for route in passing for nodes in choices[route.device] for other in nodes if other != node}
     return {
         "seconds": [
             [start, stop, *(times.seconds(node, op, start, stop) for op in _OPS)] for start, stop in sorted(ranges)
         ],
         "routes": {
-            route.device: [[stage.start, stage.stop] if stage.node == node else None for stage in route.stages]
-            for route in plan.routes
-            if any(stage.node == node for stage in route.stages)
+            route.device: [
+                [stage.start, stage.stop] if node in nodes else None
+                for stage, nodes in zip(route.stages, choices[route.device], strict=True)
+            ]
+            for route in passing
         },
         "out": {peer: [_hop(hop) for hop in topology.hops(node, peer)] for peer in sorted(peers)},
         "in": {peer: [_hop(hop) for hop in topology.hops(peer, node)] for peer in sorted(peers)},

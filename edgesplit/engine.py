@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,6 @@ class Engine:
         self.method = method_of(assignment.method)
         self.layers = self.plan.layers_of(name)
         self.loss_scale = assignment.loss_scale
-        self._routes = {route.device: route.stages for route in self.plan.routes}
         replicas = self.plan.replicas()
         self._shared = [i for i in self.layers if len(replicas[i]) > 1] if assignment.add_replicas else []
         self._updates = updated_layers(self.plan, name)
@@ -115,11 +113,8 @@ class Engine:
 
     def neighbours(self) -> set[str]:
         """Return the nodes that this one sends to: beside it on a route, or at the end of its own."""
-        found = set()
-        for stages in self._routes.values():
-            names = [stage.node for stage in stages]
-            for a, b in [*pairwise(names), (names[0], names[-1])]:
-                found |= {a, b} if self.name in (a, b) else set()
+        ends = [(route.device, node) for route in self.plan.routes for node in self.plan.choices(route.device)[-1]]
+        found = {node for pair in (*self.plan.links(), *ends) if self.name in pair for node in pair}
         return found - {self.name}
 
     # -- data
@@ -215,7 +210,7 @@ class Engine:
     def _begin(self, step: Step) -> None:
         expected: dict[str, list[int]] = {self._names[layer]: [] for layer in self.layers}
         for micro in step.micros:
-            for stage in self._routes[micro.device]:
+            for stage in self.plan.path(micro.device, micro.route):
                 if stage.node == self.name:
                     for layer in range(stage.start, stage.stop):
                         expected[self._names[layer]].append(micro.micro)
@@ -223,7 +218,7 @@ class Engine:
         self._begun.append(step.step)
 
     def _range(self, run: Run, micro: Micro) -> tuple[int, int]:
-        stage = self._routes[micro.device][run.action.stage]
+        stage = self.plan.path(micro.device, micro.route)[run.action.stage]
         return stage.start, stage.stop
 
     def _runner(self, span: tuple[int, int]) -> SegmentRunner:

@@ -9,8 +9,10 @@ EdgesplitError
 ├── CodecError           an array that cannot be encoded, or bytes that cannot be decoded
 ├── FrameError           bytes from the network that are not a frame of ours
 ├── RunError             a run that began and cannot go on
+│   ├── CoordinatorGone  a node gives a run up, for nobody leads it
 │   └── Spoiled          what a device sent cannot be computed with
 └── TransportError       the network below us
+    ├── Unreachable      nobody answers at an address
     ├── TransportTimeout something waited for did not come
     └── NodeLost         a node that was there is gone
 

@@ -124,6 +124,8 @@ class PipelineOptions(Section):
     """a node runs the first ready one of its next so many actions; default 1, asynchronous methods 2"""
     split_backward: bool = False
     """run a backward as two actions: the gradient of the input is sent before that of the weights is computed"""
+    share: list[str] = Field(default_factory=list)
+    """tiers whose nodes share the micro-batches of all devices, by speeds that are measured; see above"""
 
     @model_validator(mode="before")
     @classmethod
@@ -518,6 +520,11 @@ def _combinations(experiment: Experiment) -> list[tuple[bool, str]]:
             by_step and federation.optimizer_state != "keep",
             f"federation.optimizer_state: {federation.optimizer_state} has no effect with every: step: remove it",
         ),
+        (
+            bool(pipeline.share) and not by_step,
+            "pipeline.share needs federation.every: step: copies that train apart would see other data each time",
+        ),
+        ("device" in pipeline.share, "pipeline.share names 'device': a device's data stays on it; share other tiers"),
         (by_step and free, f"federation.every: step needs a common step, which {method} has not: use every: round"),
         (
             free and experiment.clip_norm is not None,

@@ -261,17 +261,17 @@ def _ending(code: int) -> str:
 
 
 def node_command(
-    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path
+    broker: str | Access, run: str, task: str | None = None, key_file: Path | None = None, *, state: Path | None
 ) -> list[str]:
     """Return the command line of node processes of this machine; node names follow. No secret is in it.
 
     Args:
-        state: where they keep theirs, each in a folder of its own.
+        state: where they keep theirs, each in a folder of its own; None: they keep nothing.
     """
     access = broker if isinstance(broker, Access) else Access(broker)
     command = [sys.executable, "-m", "edgesplit", "node", "--broker", access.url, "--run", run, "--local"]
     command += access.options()
-    command += ["--state", str(state)]
+    command += ["--no-state"] if state is None else ["--state", str(state)]
     if key_file is not None:
         command += ["--key-file", str(key_file)]
     return [*command, "--task", task] if task else command

@@ -108,6 +108,7 @@ def run_nodes(
     threads: int = 1,
     deterministic: bool = False,
     state: Path | None = None,
+    keep: bool = True,
     token_file: Path | None = None,
     coordinator_s: float = 60.0,
     broker_s: float = 120.0,
@@ -126,6 +127,7 @@ def run_nodes(
         threads: compute threads of torch.
         state: where the nodes keep what they need to come back after a crash, each in a folder of its own; None: in
             the user's folder for that.
+        keep: they keep it at all.
         token_file: of a token that lets these nodes in where no file names them.
         stay: take the next run when one has ended, for ever.
         coordinator_s, broker_s: how long, in seconds, they stay when the coordinator or the broker is gone.
@@ -157,6 +159,7 @@ def run_nodes(
                 key=key,
                 token=token,
                 state=state,
+                keep=keep,
                 coordinator_s=coordinator_s,
                 broker_s=broker_s,
                 again=local or stay,
@@ -183,6 +186,7 @@ def _run_once(
     key: Key | None,
     token: str | None,
     state: Path | None,
+    keep: bool,
     coordinator_s: float,
     broker_s: float,
     again: bool,
@@ -202,7 +206,7 @@ def _run_once(
                     kit,
                     facts={"pid": os.getpid()},
                     on_step=on_step,
-                    state=(state or state_directory(run)) / f"node-{name}",
+                    state=(state or state_directory(run)) / f"node-{name}" if keep else None,
                     coordinator_s=coordinator_s,
                     prove=None if token is None else lambda life: proof_of(token, run, name, life),
                     say=say,

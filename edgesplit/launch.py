@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from edgesplit.placement import placement
 from edgesplit.plan import Plan
 from edgesplit.rundir import RunDirectory
 from edgesplit.session import Session
+from edgesplit.sharing import Router, expected_seconds, with_peers
 from edgesplit.sheets import Agenda, Cutting, number
 from edgesplit.task import COORDINATOR
 from edgesplit.topology import Topology
@@ -209,14 +211,17 @@ def _say_resumed(session: Session, folder: RunDirectory, say: Callable[[str], No
 
 def predicted_step(plan: Plan, experiment: Experiment) -> float | None:
     """Return the simulated seconds of a full step, or None where nothing is known of the fleet's speed."""
-    if plan.profile is None or plan.topology is None:
+    profile, topology = plan.profile, plan.topology
+    if profile is None or topology is None:
         return None
+    plan = with_peers(plan, experiment.pipeline.share)
+    router = Router(expected_seconds(plan))
     agenda = Agenda({route.device: [experiment.batch_size] for route in plan.routes})
     cutting = Cutting(experiment.pipeline.micros, experiment.pipeline.micro_batch_size)
     devices = [route.device for route in plan.routes]
     steps, first = [], 0
     for draft in agenda.round(devices, steps=PREDICTED_STEPS):
-        steps.append(number(draft, cutting, first, devices))
+        steps.append(number(draft, cutting, first, devices, partial(router.routes, plan)))
         first += len(steps[-1].micros)
     method = method_of(experiment.pipeline.method)
     codecs = {"up": experiment.codec.up, "down": experiment.codec.down}
@@ -224,7 +229,7 @@ def predicted_step(plan: Plan, experiment: Experiment) -> float | None:
         method,
         plan,
         steps,
-        ProfileCosts(plan, steps, plan.profile, Topology.from_dict(plan.topology), codecs),
+        ProfileCosts(plan, steps, profile, Topology.from_dict(topology), codecs),
         window=experiment.pipeline.window,
         split_backward=experiment.pipeline.split_backward,
         update_all=experiment.federation.every == "step",

@@ -84,28 +84,36 @@ class Logbook:
             return
         try:
             if (load := begun(record)) is not None:
-                self._begin(load, anew="base" in record)
-            if self._path is not None:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                self._begin(load, record)
+            elif self._path is not None:
+                self._append(record)
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {(error.strerror or str(error)).lower()}") from None
 
-    def _begin(self, load: int, *, anew: bool) -> None:
+    def _begin(self, load: int, record: Mapping[str, Any]) -> None:
+        """Begin a file, or go on with it; no term that was written down may be lost before this one is."""
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         self._path = self._directory / f"progress-{load}.jsonl"
+        if "base" in record:
+            partial = self._path.with_suffix(".new")
+            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            partial.replace(self._path)
+        else:
+            whole = self._path.read_bytes().rfind(b"\n") + 1
+            with self._path.open("r+b") as file:  # a line that was cut short would make one with the next
+                file.truncate(whole)
+            self._append(record)
         for path in self._directory.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and not load - KEPT < int(match[1]) <= load:
                 path.unlink()
-        if anew:
-            self._path.write_text("")
-            return
-        whole = self._path.read_bytes().rfind(b"\n") + 1
-        with self._path.open("r+b") as file:  # a line that was cut short would make one with the next
-            file.truncate(whole)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
     def read(self, load: int) -> Progress | None:
         """Return how far the run came after the weights were given out for the ``load``-th time; None: not known."""

@@ -52,8 +52,8 @@ def one_forward_one_backward(flow: Flow, node: str) -> list[Action]:
     """A forward and a backward in turn, after as many forwards as there are workers downstream.
 
     Every action has a time on paper, and nodes sort by it. Position ``q`` enters at ``spacing * q``; a visit of a node
-    takes one unit for each node that shares the stage (less for a node with more than its even share); a backward
-    comes back as long after the route's end as its forward came before it. On a chain of p nodes this is
+    takes some units (:meth:`Flow.units`), as a rule one for each node that hosts the stage; a backward comes back as
+    long after the route's end as its forward came before it. On a chain of p nodes this is
     1F1B with p - r - 1 warm-up forwards, on a tree (workers downstream - 1) // (nodes that share the stage).
 
     The times grow along every dependency, so no plan deadlocks: every order is part of one common order.
@@ -64,13 +64,12 @@ def one_forward_one_backward(flow: Flow, node: str) -> list[Action]:
     micro-batches, with and without latency) this took 1.00 times GPipe's time in the median and 1.14 at most, with
     half its live micro-batches; one micro-batch at a time takes 2.8 times as long.
     """
-    total, passed, hosts = len(flow.micros), flow.passed, flow.hosts
     spacing = 1 if any(len({s.node for s in path}) < len(path) for path in flow.distinct) else 2
     reach: dict[Any, list[float]] = {}  # path -> time on paper from its start to each stage and to its end
     for path in {flow.paths[visit.position] for visit in flow.visits.get(node, ())}:
         times = [0.0]
         for index, stage in enumerate(path):
-            times.append(times[-1] + min(total / passed[stage.node], hosts[index]))
+            times.append(times[-1] + flow.units(index, stage.node))
         reach[path] = times
     keyed = []
     for position, stage_index in flow.visits.get(node, ()):

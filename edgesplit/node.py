@@ -17,7 +17,7 @@ from typing import Any
 from edgesplit.codecs import Packed
 from edgesplit.errors import FrameError
 from edgesplit.mailbox import Key, Mailbox
-from edgesplit.plan import Plan
+from edgesplit.plan import Plan, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.schedule import Action, Micro, Step
 from edgesplit.task import COORDINATOR
@@ -154,7 +154,7 @@ class NodeMachine:
         self.loss_scale = 1.0
         self._order = order
         self._nodes = frozenset(plan.nodes())
-        self._routes = {route.device: route.stages for route in plan.routes}
+        self._devices = frozenset(route.device for route in plan.routes)
         self._pending: deque[Action] = deque()
         self._held = Mailbox()
         self._micros: dict[int, tuple[Step, Micro]] = {}
@@ -239,8 +239,11 @@ class NodeMachine:
         self._held.renew(term)
 
     def _take_sheet(self, sheet: Sheet) -> None:
-        if strange := {device for step in sheet.steps for device in step.batches} - set(self._routes):
+        if strange := {device for step in sheet.steps for device in step.batches} - self._devices:
             raise FrameError(f"a sheet message is malformed: device {min(strange)!r} has no route")
+        for micro in (micro for step in sheet.steps for micro in step.micros):
+            if micro.route >= self.plan.ways(micro.device):
+                raise FrameError(f"a sheet message is malformed: {micro.device!r} has no way {micro.route}")
         numbers = [micro.micro for step in sheet.steps for micro in step.micros]
         if len(set(numbers)) < len(numbers) or not self._micros.keys().isdisjoint(numbers):
             raise FrameError("a sheet message is malformed: a micro-batch's number is used twice")
@@ -274,7 +277,7 @@ class NodeMachine:
 
     def _needs(self, action: Action, micro: Micro) -> Iterator[tuple[Key, tuple[str, str]]]:
         """Yield the messages that an action consumes, each with who is to send it and of whose micro-batch it is."""
-        stages, (op, stage, number, part) = self._routes[micro.device], action
+        stages, (op, stage, number, part) = self._path(micro), action
         if op == "F" and stage:
             yield ("act", stage, number, part), (stages[stage - 1].node, micro.device)
             if stage == len(stages) - 1:
@@ -286,10 +289,13 @@ class NodeMachine:
         return [
             Action("F", stage, micro.micro)
             for step in sheet.steps
-            for stage in range(max(map(len, self._routes.values())))
+            for stage in range(self.plan.stages)
             for micro in step.micros
-            if stage < len(route := self._routes[micro.device]) and route[stage].node == self.name
+            if stage < len(path := self._path(micro)) and path[stage].node == self.name
         ]
+
+    def _path(self, micro: Micro) -> tuple[Stage, ...]:
+        return self.plan.path(micro.device, micro.route)
 
     # -- what to do next
 
@@ -342,7 +348,7 @@ class NodeMachine:
         step, micro = self._micros[action.micro]
         if action.op == "U":
             return self._ready_update(action, step, earlier)
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         if action.op == "F":
             return self._ready_forward(action, step, micro, earlier)
@@ -371,7 +377,7 @@ class NodeMachine:
     def _ready_forward(self, action: Action, step: Step, micro: Micro, earlier: Sequence[Action]) -> Run | None:
         if self.synchronous and any(before.op == "U" and self._step_of(before) < step.step for before in earlier):
             return None  # the weights that this forward must see are not there yet
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = action.stage == len(stages) - 1
         act = target = None
         if action.stage:
@@ -459,7 +465,7 @@ class NodeMachine:
         return sends
 
     def _send_target(self, micro: Micro, action: Action, outcome: Outcome) -> list[Send]:
-        stages = self._routes[micro.device]
+        stages = self._path(micro)
         last = len(stages) - 1
         send = self._data("target", stages[last].node, action, last, outcome.target or {}, outcome.weight, 0)
         if send.to == self.name:  # both ends of a U-shape: labels never leave the device
@@ -537,7 +543,7 @@ class NodeMachine:
         if self._pending:
             action = self._pending[0]
             step, micro = self._micros[action.micro]
-            stages = self._routes[micro.device]
+            stages = self._path(micro)
             if self._passing and self._passing[0] < step.step:
                 return f"the commit of step {self._passing[0]}"
             if self._too_far(action):

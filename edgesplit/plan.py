@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -41,9 +42,11 @@ class Plan:
         routes: one per device.
         topology, profile: what it was planned from, as plain JSON values (None where made by hand).
         options: what the planner was told, as plain JSON values.
+        peers: groups of nodes that share the micro-batches of a stage, see :meth:`choices`; names of nodes that are on
+            no route count for nothing.
 
     Raises:
-        PlanError: the routes do not run every layer once, in order.
+        PlanError: the routes do not run every layer once, in order, or a node has two groups of peers.
     """
 
     layers: tuple[str, ...]
@@ -51,6 +54,7 @@ class Plan:
     topology: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    peers: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -66,6 +70,10 @@ class Plan:
                 raise PlanError(f"device {route.device!r} has two routes: keep one")
             seen.add(route.device)
             _check_route(route, len(self.layers))
+        named = [node for group in self.peers for node in group]
+        if len(set(named)) < len(named):
+            twice = next(node for node in named if named.count(node) > 1)
+            raise PlanError(f"node {twice!r} is twice among the peers: name it once")
 
     @cached_property
     def _by_device(self) -> dict[str, Route]:
@@ -82,6 +90,76 @@ class Plan:
             raise PlanError(f"no route is of device {device!r}{did_you_mean(device, self._by_device)}")
         return self._by_device[device]
 
+    # -- the ways that a micro-batch may take
+
+    def choices(self, device: str) -> tuple[tuple[str, ...], ...]:
+        """Return the nodes that may run each stage of a device's route, the plan's own first.
+
+        The others are its peers: those that run the same layers as the same stage, where that is all that either does.
+        """
+        if device not in self._choices:
+            self._choices[device] = tuple(
+                (stage.node, *self._stand_ins(index, stage)) for index, stage in enumerate(self.route(device).stages)
+            )
+        return self._choices[device]
+
+    def _stand_ins(self, index: int, stage: Stage) -> list[str]:
+        alone = {index: {(stage.start, stage.stop)}}
+        group = next((group for group in self.peers if stage.node in group), ())
+        if not group or self.hosted(stage.node) != alone:
+            return []
+        return [node for node in group if node != stage.node and self.hosted(node) == alone]
+
+    def sharing(self) -> frozenset[str]:
+        """Return the nodes that share a stage with others."""
+        if not self.peers:
+            return frozenset()
+        stages = (nodes for route in self.routes for nodes in self.choices(route.device))
+        return frozenset(node for nodes in stages if len(nodes) > 1 for node in nodes)
+
+    def ways(self, device: str) -> int:
+        """How many paths the micro-batches of a device may take."""
+        return prod(map(len, self.choices(device)))
+
+    def path(self, device: str, route: int = 0) -> tuple[Stage, ...]:
+        """Return the stages that a micro-batch of a device passes.
+
+        Args:
+            route: which of the device's ways, in the order of the product of its :meth:`choices`; 0: its route.
+
+        Raises:
+            PlanError: there is no such way, or no such device.
+        """
+        if (device, route) not in self._paths:
+            choices, left, nodes = self.choices(device), route, []
+            for here in reversed(choices):
+                left, at = divmod(left, len(here))
+                nodes.append(here[at])
+            if left:
+                raise PlanError(f"micro-batches of {device!r} have {self.ways(device)} ways, not one numbered {route}")
+            stages = zip(self.route(device).stages, reversed(nodes), strict=True)
+            self._paths[device, route] = tuple(stage._replace(node=node) for stage, node in stages)
+        return self._paths[device, route]
+
+    @cached_property
+    def _choices(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        return {}
+
+    @cached_property
+    def _paths(self) -> dict[tuple[str, int], tuple[Stage, ...]]:
+        return {}
+
+    def links(self) -> dict[tuple[str, str], None]:
+        """The pairs of nodes that one micro-batch passes one after the other, whichever way it takes, in order."""
+        return {
+            pair: None
+            for route in self.routes
+            for here, there in pairwise(self.choices(route.device))
+            for pair in product(here, there)
+        }
+
+    # -- who holds what
+
     def nodes(self) -> tuple[str, ...]:
         """All nodes: those of stage 0 in the order of routes, then what stage 1 adds, and so on."""
         found: dict[str, None] = {}
@@ -97,12 +175,19 @@ class Plan:
 
     def hosted(self, node: str) -> dict[int, set[tuple[int, int]]]:
         """Stage -> the ranges ``(start, stop)`` that ``node`` runs as that stage of any route."""
-        ranges: dict[int, set[tuple[int, int]]] = {}
+        return {index: set(ranges) for index, ranges in sorted(self._hosted.get(node, {}).items())}
+
+    @cached_property
+    def _hosted(self) -> dict[str, dict[int, set[tuple[int, int]]]]:
+        found: dict[str, dict[int, set[tuple[int, int]]]] = {}
         for route in self.routes:
-            for index, stage in enumerate(route.stages):
-                if stage.node == node:
-                    ranges.setdefault(index, set()).add((stage.start, stage.stop))
-        return dict(sorted(ranges.items()))
+            for index, (node, start, stop) in enumerate(route.stages):
+                found.setdefault(node, {}).setdefault(index, set()).add((start, stop))
+        return found
+
+    def bare(self) -> Plan:
+        """Return the plan without topology, profile and options: what nodes need of it."""
+        return Plan(self.layers, self.routes, peers=self.peers)
 
     def layers_of(self, node: str) -> tuple[int, ...]:
         """Indices of the layers that ``node`` holds, ascending."""
@@ -126,6 +211,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
+        peers = {"peers": [list(group) for group in self.peers]} if self.peers else {}
         return {
             "version": VERSION,
             "layers": list(self.layers),
@@ -135,6 +221,7 @@ class Plan:
             "topology": self.topology,
             "profile": self.profile,
             "options": dict(self.options),
+            **peers,
         }
 
     @classmethod
@@ -144,7 +231,8 @@ class Plan:
         Raises:
             PlanError: not a plan, or of another version.
         """
-        data = _mapping(data, "plan", {"version", "layers", "routes"}, frozenset({"topology", "profile", "options"}))
+        others = frozenset({"topology", "profile", "options", "peers"})
+        data = _mapping(data, "plan", {"version", "layers", "routes"}, others)
         if data["version"] != VERSION:
             raise PlanError(f"the plan has version {data['version']!r}, this edgesplit reads {VERSION}: plan again")
         layers = tuple(_text(name, "layer") for name in _list(data["layers"], "layers"))
@@ -153,7 +241,9 @@ class Plan:
         for key, part in (*parts.items(), ("options", data.get("options"))):
             if part is not None and not isinstance(part, Mapping):
                 raise PlanError(f"plan: {key} is {part!r}, must be a mapping or null")
-        return cls(layers, routes, **parts, options=data.get("options") or {})
+        groups = (_list(group, "peers") for group in _list(data.get("peers", []), "peers"))
+        peers = tuple(tuple(_text(node, "peer") for node in group) for group in groups)
+        return cls(layers, routes, **parts, options=data.get("options") or {}, peers=peers)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -60,7 +60,7 @@ class Sheet:
                 "step": step.step,
                 "lr": step.lr,
                 "batches": {device: list(where) for device, where in step.batches.items()},
-                "micros": [list(micro) for micro in step.micros],
+                "micros": [list(micro if micro.route else micro[:4]) for micro in step.micros],
             }
             for step in self.steps
         ]
@@ -81,8 +81,9 @@ def _step(entry: Any) -> Step:
     _need(isinstance(micros, list) and isinstance(batches, dict), "sheet", "a step without micro-batches")
     _need(_whole(entry.get("step")) and _finite(entry.get("lr")), "sheet", "a step without number or rate")
     for micro in micros:
-        ok = isinstance(micro, list) and len(micro) == 4 and isinstance(micro[1], str) and micro[1] in batches
-        _need(ok and all(_whole(micro[i]) for i in (0, 2, 3)) and micro[2] <= micro[3], "sheet", f"micro {micro!r}")
+        ok = isinstance(micro, list) and len(micro) in (4, 5) and isinstance(micro[1], str) and micro[1] in batches
+        ok = ok and all(_whole(value) for value in (micro[0], *micro[2:])) and micro[2] <= micro[3]
+        _need(ok, "sheet", f"micro {micro!r}")
     for where in batches.values():
         _need(
             isinstance(where, list) and len(where) == 2 and type(where[0]) is int and _whole(where[1]),

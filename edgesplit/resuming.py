@@ -12,7 +12,6 @@ from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
 from edgesplit.logbook import Logbook
-from edgesplit.plan import Plan
 from edgesplit.recovery import Standing
 from edgesplit.training import Training
 
@@ -38,7 +37,7 @@ def snapshot(
         loss_scale={"value": coordinator.loss_scale.value, "good": coordinator.loss_scale.good},
         best=best,
         experiment=experiment.to_dict(),
-        plan=Plan(plan.layers, plan.routes).to_json(),
+        plan=plan.bare().to_json(),
         extra={"load": coordinator.line.base.load, "barred": dict(coordinator.offences.barred)},
     )
     return checkpoint.Checkpoint(

@@ -70,12 +70,16 @@ class Event(NamedTuple):
 
 
 class Micro(NamedTuple):
-    """A micro-batch of the sheet: samples ``start`` to ``stop`` of the batch that ``device`` has in that step."""
+    """A micro-batch of the sheet: samples ``start`` to ``stop`` of the batch that ``device`` has in that step.
+
+    ``route`` says which of the ways that the plan leaves it is taken, see :meth:`edgesplit.plan.Plan.path`.
+    """
 
     micro: int
     device: str
     start: int
     stop: int
+    route: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +117,21 @@ class Flow:
 
     Attributes:
         micros: the micro-batches by position.
-        paths: by position, the stages of its route.
+        paths: by position, the stages that it passes.
         visits: node -> its visits by position, then stage; only nodes that have any.
     """
 
     def __init__(self, plan: Plan, steps: Sequence[Step]) -> None:
-        routes = {route.device: route.stages for route in plan.routes}
+        devices = {route.device for route in plan.routes}
         self.micros = [micro for step in steps for micro in step.micros]
         self.paths: list[tuple[Stage, ...]] = []
         self.visits: dict[str, list[Visit]] = {}
+        self._sharing = plan.sharing()
         for position, micro in enumerate(self.micros):
-            if micro.device not in routes:
+            if micro.device not in devices:
                 raise ScheduleError(f"micro-batch {micro.micro} is of device {micro.device!r}, which has no route")
-            self.paths.append(routes[micro.device])
-            for index, stage in enumerate(routes[micro.device]):
+            self.paths.append(plan.path(micro.device, micro.route))
+            for index, stage in enumerate(self.paths[-1]):
                 self.visits.setdefault(stage.node, []).append(Visit(position, index))
 
     @cached_property
@@ -144,6 +149,15 @@ class Flow:
         """Stage -> how many nodes micro-batches pass as that stage."""
         pairs = {(visit.stage, node) for node, visits in self.visits.items() for visit in visits}
         return dict(Counter(stage for stage, _ in pairs))
+
+    def units(self, stage: int, node: str) -> float:
+        """How long a visit takes on paper, where a micro-batch enters in each unit.
+
+        One for each node that hosts the stage, less for a node with more than its even share. Of nodes that share the
+        work by their speeds each has as much to do as the whole flow is long, however few its micro-batches are.
+        """
+        even = len(self.micros) / self.passed[node]
+        return even if node in self._sharing else min(even, self.hosts[stage])
 
 
 Schedule = Callable[[Flow, str], list[Action]]
@@ -220,14 +234,15 @@ def add_step_updates(
             step's end (gradients of replicas are added up over nodes: ``every: step``).
     """
     owned = updated_layers(plan, node)
-    paths = {route.device: route.stages for route in plan.routes}
     step_of = {micro.micro: index for index, step in enumerate(steps) for micro in step.micros}
     device_of = {micro.micro: micro.device for step in steps for micro in step.micros}
     touches = {  # (device, stage of its route) -> stages whose layers it adds gradients to
-        (device, index): [u for u, layers in owned.items() if not layers.isdisjoint(range(stage.start, stage.stop))]
-        for device, path in paths.items()
-        for index, stage in enumerate(path)
-        if stage.node == node
+        (route.device, index): [
+            u for u, layers in owned.items() if not layers.isdisjoint(range(stage.start, stage.stop))
+        ]
+        for route in plan.routes
+        for index, (stage, nodes) in enumerate(zip(route.stages, plan.choices(route.device), strict=True))
+        if node in nodes
     }
     last: dict[tuple[int, int], int] = {}
     end = [-1] * len(steps)

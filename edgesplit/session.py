@@ -36,6 +36,7 @@ from edgesplit.observe.recorder import Recorder
 from edgesplit.options import options
 from edgesplit.placement import placement
 from edgesplit.plan import Plan
+from edgesplit.sharing import with_peers
 from edgesplit.splitting import load_weights
 from edgesplit.task import COORDINATOR, Shard, Task
 from edgesplit.topology import Topology
@@ -111,6 +112,7 @@ class Session:
             raise ExperimentError(f"experiment and {', '.join(sorted(keywords))} are both given: put them into one")
         self.task = task
         self.experiment = experiment or options(**keywords)
+        plan = with_peers(plan, self.experiment.pipeline.share)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
         self._also_on_step, self._also_watch, self._say = on_step, watch, say
@@ -238,6 +240,7 @@ class Session:
             raise PlanError(
                 f"the plan has layers {', '.join(plan.layers)}: the model's are {', '.join(self.plan.layers)}"
             )
+        plan = with_peers(plan, self.experiment.pipeline.share)
         assembly.check_placement(self.model, plan)
         assembly.method_for(self.experiment, plan, self.model)
         if new := [node for node in plan.nodes() if node not in self._conductor.coordinator.known]:

@@ -51,8 +51,18 @@ class Cutting:
         return list(pairwise(cuts))
 
 
-def number(draft: Draft, cutting: Cutting, first: int, devices: Sequence[str]) -> Step:
-    """Give a draft's micro-batches numbers from ``first`` on, dealt so that devices alternate by their shares."""
+def number(
+    draft: Draft,
+    cutting: Cutting,
+    first: int,
+    devices: Sequence[str],
+    routes: Callable[[Sequence[Micro]], Sequence[int]] | None = None,
+) -> Step:
+    """Give a draft's micro-batches numbers from ``first`` on, dealt so that devices alternate by their shares.
+
+    Args:
+        routes: which way each of them takes; None: the plan's own.
+    """
     bounds = {d: b for d in devices if d in draft.shares and (b := cutting.bounds(draft.shares[d].samples))}
     place = {device: index for index, device in enumerate(bounds)}
     deal = sorted(
@@ -61,6 +71,8 @@ def number(draft: Draft, cutting: Cutting, first: int, devices: Sequence[str]) -
         for turn, part in enumerate(parts)
     )
     micros = tuple(Micro(first + i, device, *part) for i, (_, _, device, part) in enumerate(deal))
+    if routes is not None:
+        micros = tuple(micro._replace(route=way) for micro, way in zip(micros, routes(micros), strict=True))
     batches = {device: (draft.shares[device].epoch, draft.shares[device].index) for device in bounds}
     return Step(draft.step, micros, batches, draft.lr)
 

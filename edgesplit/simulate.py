@@ -166,8 +166,7 @@ def simulate(
 def _build(orders: Orders, plan: Plan, steps: Sequence[Step], costs: Costs, synchronous: bool) -> _Graph:
     graph = _Graph()
     step_of = {m.micro: step.step for step in steps for m in step.micros}
-    device_of = {m.micro: m.device for step in steps for m in step.micros}
-    paths = {route.device: route.stages for route in plan.routes}
+    paths = {m.micro: plan.path(m.device, m.route) for step in steps for m in step.micros}
     done: dict[Action, int] = {}
     for node, actions in orders.items():
         ids = graph.order.setdefault(node, [])
@@ -177,7 +176,7 @@ def _build(orders: Orders, plan: Plan, steps: Sequence[Step], costs: Costs, sync
             ids.append(graph.add(node, action, step_of[action.micro]))
             if action.op == "U":
                 continue
-            path = paths[device_of[action.micro]]
+            path = paths[action.micro]
             if action.stage >= len(path) or path[action.stage].node != node:
                 raise ScheduleError(f"{node!r} is to run {action}, but is not on that stage of its route")
             if action in done:
@@ -203,7 +202,7 @@ def _build(orders: Orders, plan: Plan, steps: Sequence[Step], costs: Costs, sync
 
     for action, after in done.items():
         op, stage, micro, part = action
-        last = len(paths[device_of[micro]]) - 1
+        last = len(paths[micro]) - 1
         if op == "F":
             if stage > 0:
                 link(find(Action("F", stage - 1, micro, part)), after, "act")

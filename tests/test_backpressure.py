@@ -135,14 +135,12 @@ def test_it_changes_no_result() -> None:
 
 def test_what_may_not_go_on_is_not_overtaken() -> None:
     """Else the weights that it sees would depend on how fast the others are."""
-    plan = tree(points_task([8] * 4), [])
-    machine = NodeMachine(
-        "d1", plan, order=lambda steps: order_of("pipedream", plan, steps, "d1"), synchronous=False, window=2
-    )
-    steps = tuple(Step(n, tuple(Micro(2 * n + i, "d1", i, i + 1) for i in range(2)), {"d1": (0, n)}) for n in range(3))
-    assert [str(action) for action in order_of("pipedream", plan, steps, "d1")][:3] == ["0F0", "0F1", "0B0"]
-    machine.lead = -1  # the second is too far
-    machine.receive(Message(kind="sheet", sender="coordinator", meta=Sheet(steps).meta()))
-    assert forwards(machine) == [0]
-    assert "the others to end step 0" in str(machine.waiting_for())
-    assert machine.next() is None
+    machine = device()
+    machine.window, machine.lead = 2, 0
+    machine.receive(sheet(3, evaluate=False))
+    assert [str(action) for action in machine._pending][:4] == ["0F0", "0F1", "0F2", "0B0"]
+    assert forwards(machine) == [0, 1]
+    assert [str(action) for action in machine._pending][:2] == ["0F2", "0B0"]
+    assert machine.waiting_for() == "the others to end step 0, before it may run 0F2 of step 1"
+    machine.receive(ended(0))
+    assert forwards(machine)[:2] == [2, 3]

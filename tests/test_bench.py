@@ -14,13 +14,15 @@ from statistics import median
 import pytest
 import torch
 
-from edgesplit.bench import emulated, versus
+from edgesplit.assembly import build_model
+from edgesplit.bench import emulated, overhead, shared, versus
 from edgesplit.bench.broker import own_broker
 from edgesplit.bench.figures import Figure, machine, median_figure, report, spread
-from edgesplit.bench.tasks import BATCH, KEPT, SMALL_CNN, SMALL_CNN_CUT, SMALL_CNN_IMAGE, Batches
+from edgesplit.bench.tasks import BATCH, KEPT, SHARED, SMALL_CNN, SMALL_CNN_CUT, SMALL_CNN_IMAGE, Batches
 from edgesplit.costs import LayerTimes
 from edgesplit.errors import PlanError, RunError
 from edgesplit.plan import Plan, Route, Stage
+from edgesplit.sharing import with_peers
 from edgesplit.topology import Topology
 from edgesplit.transport.mqtt import MqttTransport
 
@@ -71,9 +73,34 @@ def test_the_report_is_what_every_bench_prints():
 def test_the_documented_figures_are_those_that_are_measured():
     names = [f.name for f in emulated.figures(*[{case.name: [1.0] for case in emulated.CASES}] * 2)]
     names += [versus.figure(method, [1.0], [1.0]).name for method in versus.METHODS]
+    names += [f.name for f in [*shared.share_figures(1.0, [1.0], [1.0]), *shared.killed_figures([1.0], [1.0])]]
+    names += [f.name for f in overhead.overhead_figures([1.0], [1.0])]
     text = DOCS.read_text(encoding="utf-8")
     assert names == [name for name in names if f"`{name}`" in text]
-    assert len(names) == len(set(names)) == 6
+    assert len(names) == len(set(names)) == 10
+
+
+# -- nodes that share, and what keeping costs
+
+
+def test_what_four_edges_can_do_and_what_was_made_of_it():
+    model = build_model(SHARED, shared.options(["edge"], 1))
+    plan = shared.make_plan(model, shared.UNEQUAL)
+    forward_and_backward = 1.5 * shared.UNEQUAL["edge-1"] / (BATCH / shared.MICROS)  # a forward is half a backward
+    assert shared.capacity(plan) == pytest.approx(2 / forward_and_backward)
+    assert with_peers(plan, ["edge"]).peers == (shared.EDGES,)
+    on, off = shared.share_figures(8.0, [7.7, 7.6, 7.8], [4.0])
+    assert (on.value, on.ok, off.value, off.bound) == (7.7 / 8.0, True, 0.5, "none")
+    (left,) = shared.killed_figures([4.0, 4.0], [2.7, 2.4])
+    assert left.value == pytest.approx(0.85)
+    assert not left.ok
+
+
+def test_the_overhead_is_the_median_of_the_pairs():
+    (figure,) = overhead.overhead_figures([1.02, 2.2, 1.0], [1.0, 2.0, 1.0])
+    assert figure.value == pytest.approx(0.02)
+    assert figure.ok
+    assert not overhead.overhead_figures([1.04], [1.0])[0].ok
 
 
 # -- the emulated chain

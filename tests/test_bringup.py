@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgesplit.bringup import _sizes
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.plan import Plan
+from edgesplit.training import sizes_of
 from edgesplit.transport.base import Message
 from tests.cases import (
     FACTORIES,
@@ -34,7 +34,7 @@ SGD = {"name": "sgd", "lr": 0.1}
 @pytest.mark.parametrize("sizes", [None, {}, {"train": 3}, {"train": [3, "4"]}, {"train": [-1]}, {"train": [1.5]}])
 def test_sizes_that_a_node_cannot_mean(sizes: Any) -> None:
     with pytest.raises(RunError, match="'pi' did not say how many samples it has"):
-        _sizes(Message(kind="assigned", sender="pi", meta={"sizes": sizes}), "train")
+        sizes_of(Message(kind="assigned", sender="pi", meta={"sizes": sizes}), "train")
 
 
 def test_no_samples_anywhere() -> None:

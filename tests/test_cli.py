@@ -158,6 +158,7 @@ def test_nothing_to_do_shows_the_help(run: Run, arguments: tuple[str, ...]) -> N
         (("simulate", "plan.json", "--micros", "many"), "many"),
         (("plan", "home.yaml"), "TASK"),
         (("node", "a"), "--broker"),
+        (("node", "a", "--broker", "mqtt://127.0.0.1", "--state", "s", "--no-state"), "--no-state"),
         (("node", "--broker", "mqtt://127.0.0.1"), "NAMES"),
         (("run",), "EXPERIMENT"),
         (("bench", "everything"), "everything"),

@@ -65,7 +65,7 @@ def test_a_step() -> None:
     sheet = sends(c.issue([draft(7)], 0.0), "sheet")
     assert set(sheet) == {"d", "c"}
     (step,) = Sheet.of(sheet["d"].meta).steps
-    assert [tuple(micro) for micro in step.micros] == [(0, "d", 0, 2), (1, "d", 2, 4)]
+    assert [tuple(micro) for micro in step.micros] == [(0, "d", 0, 2, 0), (1, "d", 2, 4, 0)]
     assert feed(c, report("d", 7)) == []
     effects = feed(c, report("c", 7, losses={0: (3.0, 2.0), 1: (5.0, 2.0)}))
     assert commits(effects) == {"d": Commit(7, True), "c": Commit(7, True)}
@@ -437,3 +437,75 @@ def test_a_node_that_is_lost(reason: str, shown: str) -> None:
 def test_a_node_that_says_it_failed() -> None:
     error = failure(feed(make(), Message(kind="failed", sender="c", meta={"error": "out of memory"})))
     assert str(error) == "'c' failed: out of memory"
+
+
+# --- questions and those who are lost -------------------------------------------------------------------------------
+
+
+def hello(node: str, life: str = "1") -> Message:
+    return Message(kind="hello", sender=node, meta={"life": life})
+
+
+def answers(effects: Sequence[Effect], kept: Sequence[Sequence[int]] = ()) -> list[Message]:
+    """What nodes say to all that they are asked; ``kept`` to those who want to know."""
+    asked = [e for e in effects if isinstance(e, Send) and "request" in e.message.meta]
+    meta = {"kept": [list(row) for row in kept]}
+    return [
+        Message(kind=f"{e.message.kind}ed", sender=e.to, meta={"request": e.message.meta["request"], **meta})
+        for e in asked
+    ]
+
+
+def loaded(**options: Any) -> Coordinator:
+    """A tree whose nodes have joined, were told their part and given weights."""
+    c = make(TREE, **options)
+    c.reassign = lambda plan: {node: {"nodes": list(plan.nodes())} for node in plan.nodes()}
+    feed(c, *map(hello, TREE.nodes()))
+    for kind in ("assign", "load"):
+        feed(c, *answers(c.request(kind, {n: ({}, {}) for n in TREE.nodes()}, 0.0)[1]))
+    assert not c.busy
+    return c
+
+
+def test_no_answer_counts_that_comes_while_the_fleet_goes_back() -> None:
+    c = loaded(on_lost="wait")
+    d1, *others = answers(c.request("fetch", {n: ({}, {}) for n in TREE.nodes()}, 0.0)[1])
+    feed(c, d1)
+    halts = feed(c, hello("d1", "2"))
+    assert set(sends(halts, "halt")) == {"c", "d2"}
+    assert feed(c, *others) == []
+    returns = feed(c, *answers(halts, [(1, -1, 0)]))
+    fetches = sends(feed(c, *answers(returns)), "fetch")
+    assert set(fetches) == set(TREE.nodes()), "all are asked again"
+    assert fetches["c"].meta["request"] != others[0].meta["request"]
+
+
+def test_who_was_to_be_told_a_plan_is_told_the_one_without_those_who_are_left_out() -> None:
+    c = loaded(on_lost="continue")
+    c.request("assign", {node: (meta, {}) for node, meta in c.take_plan(TREE).items()}, 0.0)
+    feed(c, Message(kind="status", sender="d1", meta={"state": "offline"}))
+    told = c.tick(1.0)
+    assert {node: message.meta["nodes"] for node, message in sends(told, "assign").items()} == {
+        node: ["d2", "c"] for node in ("d2", "c")
+    }
+    returns = feed(c, *answers(told, [(1, -1, 0)]))
+    again = sends(feed(c, *answers(returns)), "assign")
+    assert {node: message.meta["nodes"] for node, message in again.items()} == {n: ["d2", "c"] for n in ("d2", "c")}
+
+
+def test_who_was_left_out_is_asked_nothing() -> None:
+    c = loaded(on_lost="continue")
+    feed(c, Message(kind="status", sender="d1", meta={"state": "offline"}))
+    c.issue([draft(0, "d2")], 0.0)
+    told = c.tick(1.0)
+    feed(c, *answers(feed(c, *answers(told, [(1, -1, 0)]))))
+    feed(c, report("d2", 0, term=1), report("c", 0, term=1))
+    _, effects = c.request("load", {n: ({}, {}) for n in TREE.nodes()}, 2.0)
+    assert set(sends(effects, "load")) == {"c", "d2"}
+
+
+def test_a_successor_s_questions_have_other_numbers() -> None:
+    first, second = make(), make(first_request=1 << 20)
+    old = answers(first.request("fetch", {n: ({}, {}) for n in ("d", "c")}, 0.0)[1])
+    second.request("fetch", {n: ({}, {}) for n in ("d", "c")}, 0.0)
+    assert feed(second, *old) == []

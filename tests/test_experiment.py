@@ -78,6 +78,7 @@ def test_defaults_are_resolved(tmp_path: Path) -> None:
         "micro_batch_size": None,
         "window": 1,
         "split_backward": False,
+        "share": [],
     }
     assert load(tmp_path, LEAST, "pipeline.method=2bw").pipeline.window == 2
     assert load(tmp_path, LEAST, "pipeline.method=2bw", "pipeline.window=1").pipeline.window == 1

@@ -195,6 +195,9 @@ def test_the_command_of_nodes() -> None:
         "--task",
         "/x/task.py:make",
     ]
+    nothing = node_command("mqtt://127.0.0.1:1883", "run-1", state=None)
+    assert "--no-state" in nothing
+    assert "--state" not in nothing
     assert "--task" not in node_command("mqtt://127.0.0.1:1883", "run-1", state=Path("s"))
 
 

@@ -31,7 +31,7 @@ LAYERS = [
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
-        "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks",
+        "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},

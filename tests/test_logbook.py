@@ -86,3 +86,16 @@ def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write"):
         Logbook(tmp_path / "file").note(BASE)
+
+
+def test_a_successor_that_begins_before_the_last_file_knows_its_terms(tmp_path: Path) -> None:
+    book = Logbook(tmp_path)
+    assert book.last() == (0, 0)
+    for record in (BASE, ended(8), {**BASE, "base": [3, 8]}, {"cut": [3, 8], "term": 7}, ended(9, term=7)):
+        book.note(record)
+    found = book.read(2)
+    assert found is not None
+    assert found.term == 3
+    assert book.last() == (7, 36)
+    book.note({"again": [2, 7], "term": 8})
+    assert [path.name for path in tmp_path.iterdir()] == ["progress-2.jsonl"], "what came after is done again"

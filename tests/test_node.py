@@ -381,7 +381,9 @@ def test_evaluation_adds_up_metrics_by_device() -> None:
     c = Driven("c", TREE)
     micros = (Micro(0, "d1", 0, 1), Micro(1, "d2", 0, 1), Micro(2, "d1", 1, 2))
     c.get(sheet(Step(0, micros, {"d1": (-1, 0), "d2": (-1, 0)}), evaluate=True))
-    c.get(*(data("act", "e", 2, m) for m in range(3)), *(data("target", device, 2, m) for m, device, _, _ in micros))
+    c.get(
+        *(data("act", "e", 2, m) for m in range(3)), *(data("target", micro.device, 2, micro.micro) for micro in micros)
+    )
     c.run(Outcome(weight=1.0, metrics={"right": (1.0, 2.0)}))
     assert c.sent[-1].message.meta["metrics"] == {"d1": {"right": [2.0, 4.0]}, "d2": {"right": [1.0, 2.0]}}
 

@@ -12,10 +12,12 @@ from edgesplit.sheets import Agenda, Draft, evaluation
 from tests.crashing import CrashingFleet
 from tests.test_simulation import (
     SYNCHRONOUS,
+    AnyWay,
     aggregate,
     compare,
     drafts_of,
     draw_case,
+    draw_shared_case,
     draw_sizes,
     in_pieces,
     noted,
@@ -23,10 +25,12 @@ from tests.test_simulation import (
 from tests.virtual import Oracle
 
 
-def simulate(seed: int) -> CrashingFleet:
+def simulate(seed: int, *, share: bool = False) -> CrashingFleet:
     rng = Random(seed)
-    case = draw_case(rng, SYNCHRONOUS)
+    case = draw_shared_case(rng) if share else draw_case(rng, SYNCHRONOUS)
     fleet, oracle = CrashingFleet(case, rng, rate=10 ** rng.uniform(-3, -1)), Oracle(case)
+    if share and rng.random() < 0.8:
+        fleet.coordinator.router = AnyWay(rng)  # type: ignore[assignment]
     devices = [r.device for r in case.plan.routes]
     agenda = Agenda(draw_sizes(rng, case), lambda step: 1 + step % 3)
     test_sizes = draw_sizes(rng, case)
@@ -52,6 +56,14 @@ def test_nodes_that_crash() -> None:
         with noted(seed):
             crashes += simulate(seed).crashes
     assert crashes > 100
+
+
+def test_nodes_that_share_and_crash() -> None:
+    crashes = 0
+    for seed in range(100):
+        with noted(seed):
+            crashes += simulate(seed, share=True).crashes
+    assert crashes > 50
 
 
 # --- which points count ---------------------------------------------------------------------------------------------

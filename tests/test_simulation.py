@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
@@ -13,8 +13,9 @@ import pytest
 from edgesplit.coordinator import LossScale, StepDone
 from edgesplit.errors import ScheduleError
 from edgesplit.methods import METHODS, check, predict
+from edgesplit.node import Run
 from edgesplit.plan import Plan
-from edgesplit.schedule import even_steps
+from edgesplit.schedule import Event, Micro, even_steps
 from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
 from tests.virtual import Case, Fleet, Oracle, present, route, unwrap, wrap
 
@@ -60,9 +61,50 @@ def draw_plan(rng: Random) -> Plan:
     return Plan(tuple(f"l{i}" for i in range(layers)), tuple(routes))
 
 
-def draw_case(rng: Random, methods: Sequence[str]) -> Case:
+def draw_shared_plan(rng: Random) -> Plan:
+    """A tree, perhaps U-shaped, whose edges share, and perhaps the two nodes above them, too."""
+    layers = rng.randint(5, 7)
+    edges, tops = [f"e{i}" for i in range(rng.randint(2, 4))], rng.choice([["c"], ["c"], ["m0", "m1"]])
+    end = rng.choice([[], [], ["c"], None])
+    paths = []
+    for i in range(rng.randint(2, 5)):
+        device = f"d{i}"
+        last = [device] if end is None else end if tops != ["c"] else []
+        paths.append([device, edges[i % len(edges)], tops[i % len(tops)], *last])
+    cuts = sorted(rng.sample(range(1, layers), len(paths[0]) - 1))
+    at = rng.choice([1, len(edges)])  # one group, or one that some have no part in
+    peers = (tuple(edges[at - 1 :]), tuple(tops)) if rng.random() < 0.8 else (tuple(edges[:2]),)
+    return Plan(tuple(f"l{i}" for i in range(layers)), tuple(route(p, cuts, layers) for p in paths), peers=peers)
+
+
+class AnyWay:
+    """In place of a Router: any way that the plan leaves."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng, self.abroad = rng, 0
+
+    def routes(self, plan: Plan, micros: Sequence[Micro], absent: Collection[str] = ()) -> list[int]:
+        ways = [self._rng.randrange(plan.ways(micro.device)) for micro in micros]
+        self.abroad += sum(way > 0 for way in ways)
+        return ways
+
+    def observe(self, event: Event, samples: int) -> None:
+        assert samples > 0
+
+    def adopt(self, plan: Plan) -> None:
+        assert plan.peers
+
+
+def draw_shared_case(rng: Random) -> Case:
     while True:
-        plan = draw_plan(rng)
+        case = draw_case(rng, SYNCHRONOUS, draw_shared_plan)
+        if case.every_step:
+            return case
+
+
+def draw_case(rng: Random, methods: Sequence[str], draw: Callable[[Random], Plan] = draw_plan) -> Case:
+    while True:
+        plan = draw(rng)
         every_step = rng.random() < 0.5
         scale = rng.choice([LossScale(), LossScale(), LossScale(8.0), LossScale(4.0, dynamic=True, growth_interval=2)])
         cutting = rng.choice([Cutting(rng.randint(1, 4)), Cutting(rng.randint(1, 4)), Cutting(None, rng.randint(1, 3))])
@@ -155,10 +197,12 @@ def compare(fleet: Fleet, oracle: Oracle, drafts: Sequence[Draft], done: Sequenc
                 assert clip == pytest.approx(min(1.0, fleet.case.clip / (norm + 1e-6)), rel=1e-9, abs=0.0)
 
 
-def simulate(seed: int, methods: Sequence[str], rounds: int = 2) -> Fleet:
+def simulate(seed: int, methods: Sequence[str], rounds: int = 2, *, share: bool = False) -> Fleet:
     rng = Random(seed)
-    case = draw_case(rng, methods)
+    case = draw_shared_case(rng) if share else draw_case(rng, methods)
     fleet, oracle = Fleet(case, rng), Oracle(case)
+    if share and rng.random() < 0.8:
+        fleet.coordinator.router = AnyWay(rng)  # type: ignore[assignment]
     devices = [r.device for r in case.plan.routes]
     agenda = Agenda(draw_sizes(rng, case), lambda step: 1 + step % 3)
     test_sizes = draw_sizes(rng, case)
@@ -190,6 +234,19 @@ def test_any_fleet_under_any_delays_computes_what_one_process_does(block: int) -
         with noted(seed):
             skipped += simulate(seed, SYNCHRONOUS).coordinator.skipped
     assert skipped > 10
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_whoever_of_those_that_share_takes_a_micro_batch_it_computes_what_one_process_does(block: int) -> None:
+    skipped, abroad = 0, 0
+    for seed in range(30 * block, 30 * block + 30):
+        with noted(seed):
+            fleet = simulate(seed, SYNCHRONOUS, share=True)
+        skipped += fleet.coordinator.skipped
+        runs = (work for node in fleet.nodes.values() for _, work in node.ran if isinstance(work, Run))
+        abroad += sum(run.micro is not None and run.micro.route > 0 for run in runs)
+    assert skipped > 10
+    assert abroad > 1000
 
 
 def test_a_ring() -> None:

@@ -79,7 +79,10 @@ def slowed(plan: Plan, slowest: Mapping[str, float], samples: int) -> Plan:
     times = LayerTimes(plan.profile, topology)
     nodes = []
     for node in topology.nodes.values():
-        (stage,) = (stage for route in plan.routes for stage in route.stages if stage.node == node.name)
+        stage = next((stage for route in plan.routes for stage in route.stages if stage.node == node.name), None)
+        if stage is None:  # it is there to connect others
+            nodes.append(node)
+            continue
         real = max(times.seconds(node.name, op, stage.start, stage.stop) for op in "FB") * samples
         nodes.append(replace(node, gflops=plan.profile["gflops"] * real / slowest[node.name]))
     return replace(plan, topology=Topology.of(nodes, topology.links, topology.broker_at).to_dict())

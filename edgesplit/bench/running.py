@@ -18,6 +18,16 @@ from edgesplit.task import COORDINATOR
 from edgesplit.transport.mqtt import MqttTransport
 
 
+class Mortal(Processes):
+    """Processes of which one may be killed for good."""
+
+    def kill(self, node: str) -> None:
+        """Kill a node's process; it is not started again."""
+        process = self._processes.pop(node)
+        process.kill()
+        process.wait()
+
+
 @contextlib.contextmanager
 def processes(
     url: str,
@@ -25,6 +35,8 @@ def processes(
     model: Model,
     experiment: Experiment,
     on_step: Callable[[StepDone], None] = lambda done: None,
+    *,
+    keep: bool = True,
 ) -> Iterator[Session]:
     """Start the plan's nodes as processes of one compute thread each.
 
@@ -32,14 +44,29 @@ def processes(
         url: the broker's.
         experiment: the options; its ``task`` is ``module:name``.
         on_step: called with each step that ends.
+        keep: nodes keep their state after each step.
     """
+    with mortal(url, plan, model, experiment, lambda done, fleet: on_step(done), keep=keep) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def mortal(
+    url: str,
+    plan: Plan,
+    model: Model,
+    experiment: Experiment,
+    on_step: Callable[[StepDone, Mortal], None],
+    *,
+    keep: bool = True,
+) -> Iterator[Session]:
+    """As :func:`processes`, where ``on_step`` may kill some."""
     run = f"bench-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgesplit-bench-")))
         transport = stack.enter_context(MqttTransport(url, run=run, node=COORDINATOR))
-        fleet = Processes(
-            node_command(url, run, experiment.task, state=logs / "state"), logs, env={"OMP_NUM_THREADS": "1"}
-        )
+        command = node_command(url, run, experiment.task, state=logs / "state" if keep else None)
+        fleet = Mortal(command, logs, env={"OMP_NUM_THREADS": "1"})
         stack.callback(fleet.stop, 5.0)
         reference = {"reference": experiment.task, "args": {}}
         yield stack.enter_context(
@@ -51,6 +78,6 @@ def processes(
                 transport=transport,
                 fleet=fleet,
                 reference=reference,
-                on_step=on_step,
+                on_step=lambda done: on_step(done, fleet),
             )
         )

@@ -73,6 +73,37 @@ def chain_layers() -> list[nn.Module]:
     return [*blocks, nn.Sequential(nn.Flatten(), nn.Linear(48 * 3 * 3, 10))]
 
 
+DEMO_IMAGE = (1, 28, 28)
+DEMO_CUTS = (3, 6)
+"""The network of ``demos/mnist``: its images, and the layers with which the edge's and the cloud's stage begin."""
+
+
+def demo_layers(width: int = 8) -> list[nn.Module]:
+    """The layers of the demo's model."""
+    return [
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(2 * width * 7 * 7, 10),
+    ]
+
+
+SHARED_IMAGE = (3, 16, 16)
+SHARED_CUTS = (1,)
+"""The emulated edges that share: so little real work that eight nodes fit on a small machine."""
+
+
+def shared_layers() -> list[nn.Module]:
+    """The layers of the model whose second half four edges hold."""
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    return [first, nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 8 * 8, 10))]
+
+
 def _task(layers: Callable[[], list[nn.Module]], image: tuple[int, ...]) -> Task:
     return Task(
         model=lambda: nn.Sequential(*layers()),
@@ -83,3 +114,5 @@ def _task(layers: Callable[[], list[nn.Module]], image: tuple[int, ...]) -> Task
 
 SMALL_CNN = _task(small_cnn_layers, SMALL_CNN_IMAGE)
 CHAIN = _task(chain_layers, CHAIN_IMAGE)
+DEMO = _task(demo_layers, DEMO_IMAGE)
+SHARED = _task(shared_layers, SHARED_IMAGE)

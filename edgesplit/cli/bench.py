@@ -26,6 +26,13 @@ def register(app: typer.Typer) -> None:
 
         _print(measure(), json_)
 
+    @bench.command("faults")
+    def faults_command(json_: Json = False) -> None:
+        """Nodes that share work, one of them gone, and what keeping state costs."""
+        from edgesplit.bench.faults import measure
+
+        _print(measure(), json_)
+
     @bench.command("transport")
     def transport_command(json_: Json = False) -> None:
         """Our transport against raw paho, over mosquitto and the embedded broker."""
@@ -40,6 +47,6 @@ def _print(found: Mapping[str, Any], json_: bool) -> None:
     else:
         for figure in found["figures"]:
             mark = "ok  " if figure["ok"] else "FAIL"
-            show(f"{mark}  {figure['name']:44} {figure['value']:.4g} {figure['unit']}  (bound: {figure['bound']})")
+            show(f"{mark}  {figure['name']:50} {figure['value']:.4g} {figure['unit']}  (bound: {figure['bound']})")
     if not all(figure["ok"] for figure in found["figures"]):
         raise Refused(1)

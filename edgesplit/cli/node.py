@@ -27,6 +27,9 @@ def register(app: typer.Typer) -> None:
         state: Annotated[
             Path | None, typer.Option(help="Folder for what the node needs to come back after a crash.")
         ] = None,
+        no_state: Annotated[
+            bool, typer.Option("--no-state", help="Keep nothing: after a crash the round's beginning must do.")
+        ] = False,
         token_file: Annotated[
             Path | None, typer.Option(metavar="FILE", help="A token that lets in a device that no topology names.")
         ] = None,
@@ -55,6 +58,8 @@ def register(app: typer.Typer) -> None:
         """Join a run and do a node's part until it ends."""
         from edgesplit.hosting import run_nodes
 
+        if no_state and state is not None:
+            raise typer.BadParameter("goes not with --state: leave one out", param_hint="--no-state")
         run_nodes(
             names,
             broker=access(broker, ca, cert, cert_key, topic_prefix, client_id, mqtt),
@@ -65,6 +70,7 @@ def register(app: typer.Typer) -> None:
             threads=threads,
             deterministic=deterministic,
             state=state,
+            keep=not no_state,
             token_file=token_file,
             stay=stay,
             coordinator_s=coordinator_s,

@@ -24,11 +24,24 @@ from typing import NamedTuple
 from tests.system.command import shell
 from tests.system.stage import FAULTS, OPTIONS, PHASES, VICTIMS, Hit, Stage
 
-KILLS_A_RUN = {"kill": 4, "kill-twice": 2, "with-broker": 4}
+KILLS_A_RUN = {"kill": 4, "kill-twice": 2, "kill-two": 4, "kill-again": 4, "with-broker": 4}
 """Phases a run, by fault: a local process may be killed five times a minute."""
 
 NODE = (
-    *("kill", "kill-twice", "kill-hand", "with-broker", "hang", "pause-3", "pause-25", "cut-1", "cut-10", "cut-60"),
+    *(
+        "kill",
+        "kill-twice",
+        "kill-two",
+        "kill-again",
+        "kill-hand",
+        "with-broker",
+        "hang",
+        "pause-3",
+        "pause-25",
+        "cut-1",
+        "cut-10",
+        "cut-60",
+    ),
     *("reset-10", "disk", "clock", "clock-kill"),
 )
 ROLES: dict[str, tuple[str, ...]] = {
@@ -52,7 +65,13 @@ class Cell(NamedTuple):
         return "/".join(self)
 
 
-CELLS = [Cell(role, fault, phase) for role, faults in ROLES.items() for fault in faults for phase in PHASES]
+CELLS = [
+    Cell(role, fault, phase)
+    for role, faults in ROLES.items()
+    for fault in faults
+    for phase in PHASES
+    if (fault, phase) != ("kill-again", "join")  # nothing has been kept yet: nobody goes back
+]
 
 QUICK = [
     Cell(*name.split("/"))
@@ -60,12 +79,12 @@ QUICK = [
         "edge/kill/forward",
         "edge/kill/update",
         "edge/kill/fetch",
-        "device/kill-hand/join",
-        "device/kill-hand/evaluate",
         "cloud/disk/load",
+        "cloud/disk/evaluate",
         "broker/kill-hand/forward",
         "coordinator/kill-hand/commit",
         "all/kill-hand/backward",
+        "device/reset-10/join",
         "device/reset-10/forward",
     )
 ]

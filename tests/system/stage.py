@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from edgesplit.observe.recorder import read_events
 from tests.brokers import Mosquitto
 from tests.system.command import Command, Shell, wait_until
 from tests.system.relay import Relay
@@ -190,7 +191,7 @@ class Stage:
             if self.fault.where == "hand":
                 wait_until("the run's key", (self.place.cwd / "runs" / "r" / "key").exists)
                 self.start_nodes()
-        wait_until(f"{phase} of {self.victim}", self._is_held)
+        wait_until(f"{phase} of {self.victim}", self.is_held)
         time.sleep(SETTLE_S)
         told, cuts, began = self.last_step(), self._cuts(), time.monotonic()
         self.fault.inflict(self)
@@ -209,7 +210,7 @@ class Stage:
     def release(self) -> None:
         self._hold.unlink(missing_ok=True)
 
-    def _is_held(self) -> bool:
+    def is_held(self) -> bool:
         self.check()
         return self._held.exists()
 
@@ -225,8 +226,13 @@ class Stage:
                 raise AssertionError(f"{command.arguments} ended with {status}:\n{command.stderr[-3000:]}")
 
     def end(self) -> Mapping[str, Any]:
-        """Wait for the end; nothing is left running, and nothing kept."""
+        """Wait for the end; nothing is left running or kept, and each step was told of once."""
         found = self.run.end().json
+        assert found["rounds"] == ROUNDS
+        told = [event["step"] for event in self.said if event["event"] == "step"]
+        assert told == sorted(set(told)), f"steps were told of as {told}"
+        events = read_events(self.place.cwd / "runs" / "r" / "events.jsonl")
+        assert {event.step for event in events} >= set(range(STEPS * ROUNDS))
         for command in self.nodes.values():
             ended = command.end()
             assert ended.status == 0, ended.stderr
@@ -281,6 +287,30 @@ def _kill_twice(stage: Stage) -> None:
 
     os.kill(wait_until("the next process", next_one), signal.SIGKILL)
     wait_until("the node's return", lambda: stage.came_back() > before)
+
+
+def _other(stage: Stage) -> str:
+    return "edge" if stage.victim == "cloud" else "cloud"
+
+
+def _kill_two(stage: Stage) -> None:
+    """Another node goes at the same time."""
+    before, pids = stage.came_back(), [_pid(stage), stage.run.node_pid(_other(stage))]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    stage.release()
+    wait_until("their return", lambda: stage.came_back() >= before + 2)
+
+
+def _kill_in_recovery(stage: Stage) -> None:
+    """Another node goes when it is about to go back to the point that all have kept."""
+    before, other = stage.came_back(), _other(stage)
+    os.kill(_pid(stage), signal.SIGKILL)
+    stage.hold(f"{other} return 0")
+    wait_until(f"the return of {other}", stage.is_held)
+    os.kill(stage.run.node_pid(other), signal.SIGKILL)
+    stage.release()
+    wait_until("their return", lambda: stage.came_back() >= before + 2)
 
 
 def _kill_with_broker(stage: Stage) -> None:
@@ -387,22 +417,24 @@ def _clock_kill(stage: Stage) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill": Fault("`kill -9`, a local process", _kill, "local"),
-    "kill-hand": Fault("`kill -9`, started again by hand", _kill),
+    "kill": Fault("`kill -9` (local processes)", _kill, "local"),
+    "kill-hand": Fault("`kill -9` (nodes started by hand)", _kill),
     "kill-embedded": Fault("`kill -9`, the embedded broker", _kill, "embedded"),
-    "kill-twice": Fault("`kill -9` twice in a row, a local process", _kill_twice, "local"),
+    "kill-twice": Fault("`kill -9` twice in a row (local processes)", _kill_twice, "local"),
+    "kill-two": Fault("`kill -9` of two nodes at once (local processes)", _kill_two, "local"),
+    "kill-again": Fault("`kill -9`, and of another in the recovery (local processes)", _kill_in_recovery, "local"),
     "with-broker": Fault(
         "`kill -9` of a local process and of the broker, which is back after 12 s", _kill_with_broker, "local"
     ),
     "down-45": Fault("`kill -9`, back after 45 s", _down(45.0), "local"),
-    "hang": Fault("stopped for ever (SIGSTOP), a local process", _hang, "local"),
+    "hang": Fault("stopped for ever, SIGSTOP (local processes)", _hang, "local"),
     "pause-3": Fault("stopped for 3 s", _pause(3.0)),
     "pause-25": Fault("stopped for 25 s", _pause(25.0)),
     "cut-1": Fault("no network for 1 s", _cut(1.0)),
     "cut-10": Fault("no network for 10 s", _cut(10.0)),
     "cut-60": Fault("no network for 60 s", _cut(60.0)),
     "reset-10": Fault("connection refused for 10 s", _reset(10.0)),
-    "disk": Fault("full disk and `kill -9`, started again by hand", _kill),
+    "disk": Fault("full disk and `kill -9` (nodes started by hand)", _kill),
     "clock": Fault("clock set to 1970", _clock),
-    "clock-kill": Fault("clock set to 1970 and `kill -9`, started again by hand", _clock_kill),
+    "clock-kill": Fault("clock set to 1970 and `kill -9` (nodes started by hand)", _clock_kill),
 }

@@ -15,7 +15,7 @@ from tests.brokers import find_mosquitto
 from tests.system import matrix
 from tests.system.matrix import Cell, Row
 from tests.system.relay import Relay
-from tests.system.stage import Hit
+from tests.system.stage import STEPS, Hit
 
 MISSING = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 pytestmark = [pytest.mark.system, pytest.mark.mosquitto, MISSING]
@@ -44,7 +44,10 @@ def running(
 def test_the_weights_are_those_of_the_undisturbed_run(run: str, running: dict[str, Future[list[Row]]]) -> None:
     rows = running[run].result()
     assert [row.error for row in rows] == [None] * len(RUNS[run])
-    assert all(row.hit is not None and row.hit.again <= 2 for row in rows), "at most two steps are done again"
+    for row in rows:
+        most = STEPS if row.cell.fault == "disk" else 2  # whoever could keep nothing begins the round again
+        assert row.hit is not None
+        assert row.hit.again <= most
 
 
 def test_every_cell_is_in_one_run() -> None:
@@ -57,7 +60,7 @@ def test_the_table_says_what_failed() -> None:
     cells = [Cell("edge", "kill", "forward"), Cell("edge", "kill", "fetch")]
     rows = [Row(cells[0], Hit(1, 5.0, 0.5), None), Row(cells[1], Hit(0, 4.0, 0.3), "other weights")]
     line = matrix.table(rows).splitlines()[-1]
-    assert line == "| edge | `kill -9`, a local process | 2 x 1 | 1 of 2 | 1 | 0.4 | 0.5 |"
+    assert line == "| edge | `kill -9` (local processes) | 2 x 1 | 1 of 2 | 1 | 0.4 | 0.5 |"
     assert matrix.main(["--list", "--cells", "edge/kill/f*"]) == 0
 
 

@@ -2,6 +2,7 @@
 
 ``fleet``: real coordinator and nodes, messages that are late. ``world`` and ``process``: also the real transport, over
 a broker and links that lose, repeat, garble and stop. ``trial``: one run of that, compared with ``oracle``.
+``recover``: one whose processes crash.
 """
 
 from tests.virtual.draw import route

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tests.virtual.ledger import ledgers
-from tests.virtual.recover import recover
+from tests.virtual.recover import go_on, recover
 from tests.virtual.trial import trial
 
-KINDS: dict[str, Callable[[int], object]] = {"train": trial, "recover": recover, "ledgers": ledgers}
+KINDS: dict[str, Callable[[int], object]] = {"train": trial, "recover": recover, "continue": go_on, "ledgers": ledgers}
 BLOCK = 100
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -19,6 +19,12 @@ SHAPES = {
     "u": ["d0 c d0", "d0 e c d0", "d0 c d0; d1 c d1", "d0 e c d0; d1 e c d1"],
 }
 """Routes by nodes, one device's after the other."""
+
+REPLICATED = {
+    "tree": ["d0 c; d1 c", "d0 c; d1 c; d2 c", "d0 e0 c; d1 e1 c", "d0 e0 c; d1 e1 c; d2 e1 c", "d0 e c; d1 e c"],
+    "u": ["d0 c d0; d1 c d1", "d0 e0 c d0; d1 e1 c d1"],
+}
+"""Those in which there is somebody whom the others can do without."""
 
 METHODS_DRAWN = sorted(name for name in METHODS if name != "interleaved")
 """Interleaved needs loops, which are none of the shapes."""
@@ -38,9 +44,9 @@ def route(nodes: Sequence[str], cuts: Sequence[int], layers: int) -> Route:
     return Route(nodes[0], tuple(Stage(n, a, b) for n, (a, b) in zip(nodes, pairwise(bounds), strict=True)))
 
 
-def draw_tiny(rng: Random) -> Tiny:
-    shape = rng.choice(sorted(SHAPES))
-    paths = [path.split() for path in rng.choice(SHAPES[shape]).split("; ")]
+def draw_tiny(rng: Random, shapes: Mapping[str, Sequence[str]] = SHAPES) -> Tiny:
+    shape = rng.choice(sorted(shapes))
+    paths = [path.split() for path in rng.choice(shapes[shape]).split("; ")]
     layers = max(map(len, paths)) + rng.randint(0, 1)
     cuts = {n: sorted(rng.sample(range(1, layers), n - 1)) for n in sorted({len(path) for path in paths})}
     plan = Plan(tuple(f"l{i}" for i in range(layers)), tuple(route(p, cuts[len(p)], layers) for p in paths))

@@ -22,6 +22,7 @@ class Faults:
         aims: (kind, n) -> the process that crashes when the n-th message of this kind is about to be sent; None: its
             sender.
         wipe: chance that a crash takes a node's disk along.
+        down: a crashed process is back after 10 to the power of something between these, in seconds.
         calm: seconds after which all is well again.
     """
 
@@ -35,6 +36,7 @@ class Faults:
     crashes: dict[int, str] = field(default_factory=dict)
     aims: dict[tuple[str, int], str | None] = field(default_factory=dict)
     wipe: float = 0.0
+    down: tuple[float, float] = (-2.0, 1.0)
     calm: float = 10.0
 
     @property

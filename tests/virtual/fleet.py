@@ -193,11 +193,15 @@ class Disk:
 class IntEngine:
     """In place of :class:`edgesplit.engine.Engine`."""
 
-    def __init__(self, name: str, case: Case, scale: float, disk: Disk | None = None) -> None:
+    def __init__(
+        self, name: str, case: Case, scale: float, disk: Disk | None = None, before: IntEngine | None = None
+    ) -> None:
         self.name, self.case, self.loss_scale = name, case, scale
         self.disk, self.point = disk or Disk(), Point(0, -1)
         self.layers = case.plan.layers_of(name)
         self.weights = {layer: initial(layer) for layer in self.layers}
+        if before is not None:
+            self.weights |= {layer: weight for layer, weight in before.weights.items() if layer in self.weights}
         self.total: dict[int, float] = dict.fromkeys(self.layers, 0.0)
         self.shared = {la for la, nodes in case.plan.replicas().items() if len(nodes) > 1} if case.every_step else set()
         self.sums: dict[int, dict[int, tuple[int | None, float]]] = {}  # step -> layer -> gradient, weight
@@ -226,7 +230,7 @@ class IntEngine:
 
     def span(self, run: Run) -> range:
         assert run.micro is not None
-        stage = self.case.plan.route(run.micro.device).stages[run.action.stage]
+        stage = self.case.plan.path(run.micro.device, run.micro.route)[run.action.stage]
         assert stage.node == self.name
         return range(stage.start, stage.stop)
 
@@ -238,7 +242,7 @@ class IntEngine:
         if stage:
             assert run.act is not None
             assert run.act.weight == weight, "the weight travels with the micro-batch"
-            assert run.act.sender == self.case.plan.route(micro.device).stages[stage - 1].node
+            assert run.act.sender == self.case.plan.path(micro.device, micro.route)[stage - 1].node
             x = unwrap(run.act)["x"]
         else:
             assert run.act is None

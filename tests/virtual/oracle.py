@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from edgesplit.plan import Plan
 from edgesplit.sheets import Draft, Share
 from tests.virtual.fleet import MASK, Case, initial, loss_of, number, push, square_of, through, updated, weight_of
 
@@ -20,11 +21,16 @@ class Oracle:
     """Every replica's weights, updated step by step by the rules of DESIGN's "What a step computes"."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.plan = case, case.plan
+        self.case = case
         self.scale = replace(case.scale)
-        self.weights = {(n, la): initial(la) for la, nodes in self.plan.replicas().items() for n in nodes}
+        self.weights = {(n, la): initial(la) for la, nodes in case.plan.replicas().items() for n in nodes}
         self.total: dict[tuple[str, int], float] = defaultdict(float)
-        self.shared = {la: nodes for la, nodes in self.plan.replicas().items() if len(nodes) > 1}
+        self.use(case.plan)
+
+    def use(self, plan: Plan) -> None:
+        """Go on by another plan."""
+        self.plan = plan
+        self.shared = {la: nodes for la, nodes in plan.replicas().items() if len(nodes) > 1}
 
     def pieces(self, samples: int) -> list[tuple[int, int]]:
         """Near-equal, the larger first; or of a given size."""

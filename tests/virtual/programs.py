@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.member import Begin, Heed, Member
 from edgesplit.node import NodeMachine, Work
+from edgesplit.plan import Plan
 from edgesplit.protocol import Commit, Send
 from edgesplit.recovery import Line
 from edgesplit.sheets import Draft
@@ -31,8 +32,9 @@ class NodeProgram:
 
     def __init__(self, name: str, case: Case, disk: dict[str, Any], *, life: int, rng: Random, slow: float) -> None:
         self.name, self._case, self._rng, self._slow = name, case, rng, slow
-        self._disk: Disk = disk.setdefault("kept", Disk())
-        self._disk.crash(rng)
+        self._disk = disk
+        for kept in disk.values():
+            kept.crash(rng)
         self._member = Member(name, str(life))
         self.engine: IntEngine | None = None
         self.machine: NodeMachine | None = None
@@ -81,11 +83,20 @@ class NodeProgram:
         return sends
 
     def _begin(self, message: Message) -> Send:
-        self.engine = IntEngine(self.name, self._case, message.meta["loss_scale"], self._disk)
-        self.machine = self.engine.machine(message.meta["barrier"])
+        told = message.meta
+        case = replace(self._case, plan=Plan.from_json(told["plan"])) if "plan" in told else self._case
+        self.engine = IntEngine(self.name, case, told["loss_scale"], self._journal(case.plan), self.engine)
+        self.machine = self.engine.machine(told["barrier"])
         self.machine.term = message.term
-        meta = {"request": message.meta["request"], **self.engine.told()}
+        meta = {"request": told["request"], **self.engine.told()}
         return Send(COORDINATOR, Message(kind="assigned", sender=self.name, meta=meta))
+
+    def _journal(self, plan: Plan) -> Disk:
+        """What was kept of the same layers; of others it is of no use."""
+        layers = str(plan.layers_of(self.name))
+        for other in [key for key in self._disk if key != layers]:
+            del self._disk[other]
+        return self._disk.setdefault(layers, Disk())
 
     def do(self, work: Work) -> Sequence[Send]:
         assert self.machine is not None
@@ -135,6 +146,8 @@ class CoordinatorProgram:
     Args:
         note: writes down what a successor needs; None: there will be none.
         told: each commit that it decides on.
+        changed: what becomes of the nodes.
+        pause: seconds between two looks at the clock.
     """
 
     def __init__(
@@ -144,7 +157,10 @@ class CoordinatorProgram:
         *,
         note: Callable[[Mapping[str, Any]], None] | None = None,
         told: Callable[[Commit], None] = lambda commit: None,
+        changed: Callable[[NodeChanged], None] = lambda change: None,
+        pause: float = math.inf,
     ) -> None:
+        self._changed, self._pause, self._look_at = changed, pause, 0.0
         self.coordinator, self.done = coordinator, False
         self._script, self._write_down, self._told = script, note, told
         self._order: Order | None = None
@@ -177,9 +193,10 @@ class CoordinatorProgram:
         return [node for node in self.coordinator.plan.nodes() if not self.coordinator.roster.here(node)]
 
     def next_deadline(self) -> float:
-        return math.inf
+        return self._look_at if self._pause < math.inf else math.inf
 
     def on_tick(self, now: float) -> Sequence[Out]:
+        self._look_at = now + self._pause
         return self._act(self.coordinator.tick(now))
 
     def waits_for(self) -> object:
@@ -223,6 +240,8 @@ class CoordinatorProgram:
                 self._reply = effect.replies
             elif isinstance(effect, Noted) and self._write_down is not None:
                 outs.append(Write(partial(self._write_down, effect.record)))
+            elif isinstance(effect, NodeChanged):
+                self._changed(effect)
             elif isinstance(effect, Failed):
                 raise effect.error
         return outs

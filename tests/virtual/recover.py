@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from edgesplit.coordinator import Coordinator, StepDone
+from edgesplit.coordinator import Coordinator, NodeChanged, StepDone
 from edgesplit.logbook import Progress, begun, last_of, progress_of
+from edgesplit.plan import Plan
 from edgesplit.protocol import Commit
 from edgesplit.recovery import Line, Point, Standing
+from edgesplit.roster import OnLost
 from edgesplit.sheets import Agenda, Draft, evaluation
 from edgesplit.task import COORDINATOR
-from tests.virtual.draw import draw_tiny
+from tests.virtual.draw import REPLICATED, SHAPES, draw_tiny
 from tests.virtual.faults import Faults, draw_crashes
 from tests.virtual.fleet import MEMORY, Case, initial, unwrap, wrap
 from tests.virtual.oracle import Oracle, present
@@ -83,18 +86,23 @@ class Expected:
 class Recovery:
     """A world with a coordinator and its nodes, all of which may crash."""
 
-    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+    def __init__(self, seed: int, faults: Faults | None = None, *, on_lost: OnLost = "wait") -> None:
         rng = Random(seed)
-        self.seed = seed
-        self.case: Case = draw_tiny(rng).case
+        self.seed, self.on_lost = seed, on_lost
+        self.case: Case = draw_tiny(rng, SHAPES if on_lost == "wait" else REPLICATED).case
         self.nodes = self.case.plan.nodes()
         self.rounds = self._draw_rounds(rng)
         self.cut = rng.random() < 0.5  # a round's steps come in two sheets
         self.every = rng.choice([1, 1, 2])  # rounds between two checkpoints
         self.faults = faults or draw_crashes(rng, self.nodes)
+        if on_lost == "continue":
+            self.faults.down = 0.3, 1.3  # long enough to be missed
         self.world = World(rng.getrandbits(64), self.faults)
         self.oracle = Oracle(self.case)
         self.expected: dict[int, Expected] = {}
+        self.plans: dict[int, Plan] = {}  # by which plan each step was done at last
+        self.became: Counter[str] = Counter()  # what became of the nodes
+        self._begun = {1: (dict(self.oracle.weights), replace(self.oracle.scale))}  # how each round begins
         self.committed: dict[int, bool] = {}
         self.clips: dict[int, float] = {}
         self._chunk_size = rng.choice([224, 512, 4096, 4096])
@@ -109,7 +117,8 @@ class Recovery:
     def _draw_rounds(self, rng: Random) -> list[list[Draft]]:
         devices = [route.device for route in self.case.plan.routes]
         agenda = Agenda({d: [rng.randint(2, 5) for _ in range(2)] for d in devices}, lambda step: 1 + step % 3)
-        self.tests = {d: [rng.randint(0, 3)] for d in devices} if rng.random() < 0.2 else {}
+        evaluates = rng.random() < 0.2 and self.on_lost == "wait"
+        self.tests = {d: [rng.randint(0, 3)] for d in devices} if evaluates else {}
         return [agenda.round(devices, steps=rng.choice([1, 2, 3, 4])) for _ in range(rng.choice([1, 1, 2, 3]))]
 
     # -- the run
@@ -117,8 +126,8 @@ class Recovery:
     def run(self) -> None:
         """Run until the script has come to its end and everybody is idle; then look at what there is."""
         self.world.run(self._over, self.faults.calm + PATIENCE_S)
-        weights, totals = self._final()
-        for name in self.nodes:
+        weights, _ = self._begun[len(self.rounds) + 1]
+        for name in self._coordinator_program().coordinator.plan.nodes():
             program = self._program(name)
             machine, engine = program.machine, program.engine
             assert machine is not None
@@ -128,29 +137,28 @@ class Recovery:
             assert not any((engine.undo, engine.live, engine.sums, engine.pending)), f"{name} has not finished"
             for layer in engine.layers:
                 assert engine.weights[layer] == weights[name, layer], f"{name} ends with other weights"
-                assert engine.total[layer] == totals.get((name, layer), 0.0)
+                assert engine.total[layer] == 0.0
 
     def _over(self) -> bool:
-        driver = self.world.processes[COORDINATOR]
-        program = driver.program
-        assert isinstance(program, CoordinatorProgram)
-        if driver.client.dead or not program.done or program.coordinator.busy:
+        """Those who take part are idle, and all that was sent has been acknowledged."""
+        driver = self._coordinator_program()
+        processes = self.world.processes
+        if processes[COORDINATOR].client.dead or not driver.done or driver.coordinator.busy:
             return False
-        return all(
-            not process.client.dead and not process.endpoint.missing() for process in self.world.processes.values()
-        ) and all(
-            self._program(name).waits_for() is None and self._program(name).next_deadline() == math.inf
-            for name in self.nodes
-        )
+        if any(process.client.dead or process.endpoint.missing() for process in processes.values()):
+            return False
+        programs = [self._program(name) for name in driver.coordinator.plan.nodes()]
+        return all(program.waits_for() is None and program.next_deadline() == math.inf for program in programs)
+
+    def _coordinator_program(self) -> CoordinatorProgram:
+        program = self.world.processes[COORDINATOR].program
+        assert isinstance(program, CoordinatorProgram)
+        return program
 
     def _program(self, name: str) -> NodeProgram:
         program = self.world.processes[name].program
         assert isinstance(program, NodeProgram)
         return program
-
-    def _final(self) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], float]]:
-        last = self.expected[len(self.rounds)]
-        return last.weights | {(n, la): v for la, v in last.mixed.items() for n in self.oracle.shared[la]}, {}
 
     def _node(self, name: str) -> Any:
         def make(client: Client, disk: dict[str, Any]) -> Process:
@@ -162,39 +170,72 @@ class Recovery:
 
     def _coordinator(self, client: Client, disk: dict[str, Any]) -> Process:
         coordinator, book = self.case.coordinator(self.world.lives[COORDINATOR] << 20), Book(disk)
-        coordinator.on_lost, coordinator.patience = "wait", math.inf
+        coordinator.on_lost, coordinator.patience = self.on_lost, math.inf
         driver = Driver(self, coordinator, book, disk, again=self.world.lives[COORDINATOR] > 1)
-        program = CoordinatorProgram(coordinator, driver.script(), note=book.note, told=self._told)
+        pause = math.inf if self.on_lost == "wait" else 0.5
+        program = CoordinatorProgram(
+            coordinator, driver.script(), note=driver.note, told=self._told, changed=self._changed, pause=pause
+        )
         return Process(self.world, COORDINATOR, client, program, self._chunk_size, self._settings)
 
+    def _changed(self, change: NodeChanged) -> None:
+        self.became[change.state] += 1
+
     def _told(self, told: Commit) -> None:
-        """Every life decides the same."""
-        assert self.committed.setdefault(told.step, told.apply) == told.apply, "one verdict on a step"
-        assert self.clips.setdefault(told.step, told.clip) == told.clip
+        """Every life decides the same, unless somebody was left out since."""
+        if self.on_lost == "wait":
+            assert self.committed.setdefault(told.step, told.apply) == told.apply, "one verdict on a step"
+            assert self.clips.setdefault(told.step, told.clip) == told.clip
+        self.clips[told.step] = told.clip
 
     # -- what must come of it
 
-    def expect(self, number: int) -> Expected:
-        """What round ``number`` comes to, undisturbed. Asked for once it has ended: its clip factors are known then."""
-        if number not in self.expected:
-            oracle, drafts, found = self.oracle, self.rounds[number - 1], Expected()
+    def expect(self, number: int, plan: Plan) -> Expected:
+        """What round ``number`` comes to where nobody crashes.
+
+        Asked for when it has ended, by ``plan``: only then are its clip factors known, and who was left out of a step.
+        """
+        if number in self.expected and self.on_lost == "wait":
+            return self.expected[number]
+        oracle, found = self.oracle, Expected()
+        weights, scale = self._begun[number]
+        oracle.weights, oracle.scale = dict(weights), replace(scale)
+        oracle.total.clear()
+        for draft in self.drafts(number):
+            oracle.use(self.plans[draft.step])
             if self.case.synchronous:
-                found.steps = [oracle.step(draft, self.clips.get(draft.step, 1.0)) for draft in drafts]
+                found.steps.append(oracle.step(draft, self.clips.get(draft.step, 1.0)))
             else:
-                oracle.push(drafts)
-            found.weights, found.totals = dict(oracle.weights), {key: w for key, w in oracle.total.items() if w}
-            found.mixed = oracle.aggregate()
-            found.tests = [oracle.evaluate(draft) for draft in self.test_drafts(number)]
-            self.expected[number] = found
-        return self.expected[number]
+                oracle.push([draft])
+        oracle.use(plan)
+        found.weights, found.totals = dict(oracle.weights), {key: w for key, w in oracle.total.items() if w}
+        found.mixed = oracle.aggregate()
+        found.tests = [oracle.evaluate(draft) for draft in self.test_drafts(number)]
+        self.expected[number] = found
+        return found
+
+    def begins(self, number: int, given: Held) -> None:
+        """Round ``number`` begins with these weights."""
+        weights = {(node, layer): value for node, layers in given.items() for layer, value in layers.items()}
+        self._begun[number] = self._begun[1][0] | weights, replace(self.oracle.scale)
+
+    def drafts(self, number: int) -> list[Draft]:
+        """The steps of a round, without the samples that were left out of them."""
+        drafts = []
+        for draft in self.rounds[number - 1]:
+            here = {route.device for route in self.plans[draft.step].routes}
+            drafts.append(replace(draft, shares={d: share for d, share in draft.shares.items() if d in here}))
+        return drafts
 
     def test_drafts(self, number: int) -> list[Draft]:
         return list(evaluation(self.tests, self.rounds[number - 1][-1].step + 1))
 
     def check_steps(self, number: int, done: Sequence[StepDone]) -> None:
         """Every step was told once and in order, and every micro-batch counts once in it."""
-        drafts, found = self.rounds[number - 1], self.expect(number)
-        assert [step.step for step in done] == [draft.step for draft in drafts]
+        assert [step.step for step in done] == [draft.step for draft in self.rounds[number - 1]]
+        if self.on_lost == "continue":
+            return  # what was told of a step before somebody was left out of it stands
+        drafts, found = self.drafts(number), self.expected[number]
         for draft, step, (counts, loss, total, norm) in zip(drafts, done, found.steps, strict=self.case.synchronous):
             clip = self.clips.get(draft.step, 1.0)
             assert (step.applied, step.weight) == (counts, total)
@@ -212,15 +253,34 @@ class Driver:
         self, trial: Recovery, coordinator: Coordinator, book: Book, disk: dict[str, Any], *, again: bool
     ) -> None:
         self.trial, self.coordinator, self.book, self.disk, self.again = trial, coordinator, book, disk, again
-        layers_of = trial.case.plan.layers_of
-        self.given: Held = {node: {layer: initial(layer) for layer in layers_of(node)} for node in trial.nodes}
+        self.given = self.initial(self.plan)
         coordinator.spare = lambda node: wrap(**{str(la): v for la, v in self.given[node].items()})
+        coordinator.reassign = self.parts
         self.first, self.ended = 1, list[StepDone]()
 
+    @property
+    def plan(self) -> Plan:
+        return self.coordinator.plan
+
+    @staticmethod
+    def initial(plan: Plan) -> Held:
+        return {node: {layer: initial(layer) for layer in plan.layers_of(node)} for node in plan.nodes()}
+
+    def parts(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        c = self.coordinator
+        told: dict[str, Any] = {"barrier": c.barrier, "loss_scale": c.loss_scale.value}
+        if self.trial.on_lost == "continue":
+            told["plan"] = plan.to_json()
+        return dict.fromkeys(plan.nodes(), told)
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        self.book.note(record)
+        if "step" in record:
+            self.trial.plans[record["step"]] = self.plan
+
     def script(self) -> Script:
-        coordinator, trial = self.coordinator, self.trial
-        meta = {"barrier": coordinator.barrier, "loss_scale": coordinator.loss_scale.value}
-        yield Ask("assign", {node: (meta, {}) for node in trial.nodes})
+        trial = self.trial
+        yield Ask("assign", {node: (meta, {}) for node, meta in self.parts(self.plan).items()})
         if self.again:
             assert (yield self._take_up()) == []
         else:
@@ -234,25 +294,36 @@ class Driver:
         left = trial.rounds[number - 1][len(done) :]
         sheets = [left[:1], left[1:]] if trial.cut else [left]
         done += yield Train(sheets)
-        held = yield Ask("fetch", {node: ({}, {}) for node in trial.nodes})
+        after = self.coordinator.next_plan()
+        replies = yield Ask("fetch", {node: ({}, {}) for node in self.plan.nodes()})
+        held = {node: {int(name): value for name, value in unwrap(reply).items()} for node, reply in replies.items()}
+        found = trial.expect(number, self.plan)
         trial.check_steps(number, done)
-        found = trial.expect(number)
-        values = {(node, int(name)): value for node in trial.nodes for name, value in unwrap(held[node]).items()}
-        weights = {(node, layer): w for node in trial.nodes for layer, w in held[node].meta["weights"] if w}
-        assert values == found.weights, "the weights are those of one process"
-        assert weights == found.totals
-        mixed = {
-            node: {la: v for la, v in found.mixed.items() if node in trial.oracle.shared[la]} for node in trial.nodes
-        }
-        yield self._load(mixed)
-        layers_of = trial.case.plan.layers_of
-        self.given = {node: {la: values[node, la] for la in layers_of(node)} | mixed[node] for node in trial.nodes}
+        for node, layers in held.items():
+            assert layers == {la: found.weights[node, la] for la in layers}, "the weights are those of one process"
+            weights = {la: w for la, w in replies[node].meta["weights"] if w}
+            assert weights == {la: w for (n, la), w in found.totals.items() if n == node}
+        yield from self._distribute(held, found.mixed, after)
+        trial.begins(number + 1, self.given)
         if tests := trial.test_drafts(number):
             told = yield Train([tests], evaluate=True)
             if trial.case.synchronous:
                 assert [{d: v["m"] for d, v in step.metrics.items()} for step in told] == found.tests
         if number % trial.every == 0:
             yield Save(self._save(number))
+
+    def _distribute(self, held: Held, mixed: dict[int, int], after: Plan) -> Script:
+        """Give replicas what has changed, and where somebody comes or goes, everybody another plan."""
+        changed = {node: {la: mixed[la] for la in layers if la in mixed} for node, layers in held.items()}
+        whole = {node: layers | changed[node] for node, layers in held.items()}
+        if after.routes != self.plan.routes:
+            self.given = spread(self.given, after)
+            told = self.coordinator.take_plan(after)
+            yield Ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
+            whole = spread(whole, after)
+        # Whoever is left out from here on has the round done again without it: what is given out must not depend on it.
+        yield self._load(changed if self.trial.on_lost == "wait" else whole)
+        self.given = {node: whole[node] for node in self.plan.nodes()}
 
     def _load(self, arrays: Held) -> Ask:
         meta = {"reset_round": True, "loss_scale": self.coordinator.loss_scale.value}
@@ -277,7 +348,8 @@ class Driver:
         found, trial, coordinator = self.disk.get("checkpoint"), self.trial, self.coordinator
         load, step, standing = 1, 0, Standing(coordinator.loss_scale.value, 0, 0, 0)
         if found is not None:
-            self.first, self.given = found.round + 1, found.held
+            self.first, self.given = found.round + 1, spread(found.held, self.plan)
+            trial.begins(self.first, self.given)
             coordinator.next_micro, coordinator.term = found.micro, found.term
             load, step, standing = found.load, found.step, Standing(found.scale, found.good, 0, 0)
         line = Line(Point(load, step - 1), standing)
@@ -289,12 +361,24 @@ class Driver:
         return Resume(line, *self.book.last())
 
 
-def recover(seed: int) -> Recovery:
+def spread(nodes: Held, plan: Plan) -> Held:
+    """What each node of a plan is to hold, as Training.spread says."""
+    some = {layer: value for node in sorted(nodes) for layer, value in nodes[node].items()}
+    return {n: {la: nodes.get(n, {}).get(la, some[la]) for la in plan.layers_of(n)} for n in plan.nodes()}
+
+
+def recover(seed: int, on_lost: OnLost = "wait") -> Recovery:
     """Run a seed; an error that it raises names the seed."""
-    made = Recovery(seed)
+    made = Recovery(seed, on_lost=on_lost)
     try:
         made.run()
     except BaseException as error:
-        error.add_note(f"seed {seed}: python -m tests.virtual recover --start {seed} --seeds 1")
+        kind = "recover" if on_lost == "wait" else on_lost
+        error.add_note(f"seed {seed}: python -m tests.virtual {kind} --start {seed} --seeds 1")
         raise
     return made
+
+
+def go_on(seed: int) -> Recovery:
+    """Run a seed in which whoever is lost is left out, as far as the others can do without it."""
+    return recover(seed, "continue")

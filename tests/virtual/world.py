@@ -337,7 +337,7 @@ class World:
         wipe = name != COORDINATOR and self.faults.wipe > 0 and rng.random() < self.faults.wipe
         if wipe:
             self.met["wipe"] += 1
-        down = min(10 ** rng.uniform(-2, 1), max(self.faults.calm - self.now, 0.05))
+        down = min(10 ** rng.uniform(*self.faults.down), max(self.faults.calm - self.now, 0.05))
         self.crash(name, down, power=power, wipe=wipe)
 
     def about_to_send(self, sender: str, messages: Sequence[Message]) -> None:
