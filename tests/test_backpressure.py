@@ -13,7 +13,7 @@ from edgesplit.mailbox import Mailbox
 from edgesplit.methods import order_of
 from edgesplit.node import NodeMachine, Outcome, Run
 from edgesplit.plan import Plan
-from edgesplit.protocol import Sheet
+from edgesplit.protocol import Commit, Sheet
 from edgesplit.schedule import Micro, Step
 from edgesplit.transport.base import Message
 from tests.cases import RULES, chain, identical, points_task, run, tree
@@ -144,3 +144,12 @@ def test_what_may_not_go_on_is_not_overtaken() -> None:
     assert machine.waiting_for() == "the others to end step 0, before it may run 0F2 of step 1"
     machine.receive(ended(0))
     assert forwards(machine)[:2] == [2, 3]
+
+
+def test_under_a_synchronous_method_commits_hold_back_a_device_that_needs_nothing_back() -> None:
+    machine = device("1f1b", synchronous=True)
+    machine.receive(sheet(10, evaluate=False))
+    assert forwards(machine) == [0, 1, 2, 3], "two steps"
+    assert machine.waiting_for() == "the commit of step 0"
+    machine.receive(Message(kind="commit", sender="coordinator", meta=Commit(0, True).meta()))
+    assert forwards(machine) == [4, 5]
