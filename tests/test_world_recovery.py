@@ -123,7 +123,7 @@ def without_cuts(plain: Callable[..., None]) -> Callable[..., None]:
     return lambda progress, record: None if "cut" in record else plain(progress, record)
 
 
-FIRST = {"what was cut off": 300}
+FIRST = {"what was cut off": 300, "terms in the logbook": 500}
 """From which seed on to look, where it takes many."""
 
 MUTATIONS: dict[str, list[tuple[Any, str, Any]]] = {
