@@ -213,7 +213,8 @@ _known_size = lru_cache(maxsize=1024)(encoded_size)
 
 def _checked(packed: Packed) -> memoryview:
     """Return the data as a flat view of bytes after checking its length."""
-    size = _known_size(packed.codec, packed.dtype, packed.shape)
+    whole = all(type(length) is int for length in packed.shape)  # to a cache 1.0 is 1
+    size = (_known_size if whole else encoded_size)(packed.codec, packed.dtype, packed.shape)
     data = memoryview(packed.data)
     if data.nbytes != size:
         raise CodecError(

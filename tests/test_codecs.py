@@ -147,6 +147,12 @@ def test_what_does_not_belong_together_is_a_codec_error(packed: Packed) -> None:
         unpack({"a": packed})
 
 
+def test_a_shape_of_numbers_that_are_not_whole_is_none_though_the_same_whole_ones_were_seen() -> None:
+    unpack({"a": Packed("raw", "int8", (1,), b"0")})
+    with pytest.raises(CodecError):
+        unpack({"a": Packed("raw", "int8", (1.0,), b"0")})  # type: ignore[arg-type]
+
+
 def test_what_cannot_travel_is_a_codec_error() -> None:
     for array in (np.array(["a"]), np.array([object()]), np.zeros(2, "datetime64[s]"), np.zeros(2, np.longdouble)):
         with pytest.raises(CodecError):

@@ -312,7 +312,8 @@ def test_the_runs_key_is_its_owners_and_stays_when_the_run_is_resumed(tmp_path: 
     assert Key.read(folder.key_file).mac(b"x") != KEY.mac(b"x")
     (folder.path / "checkpoints").mkdir()
     assert RunDirectory.open(name="r", out=tmp_path / "r", stem="x", resume=True).key_file.read_text() == text
-    assert RunDirectory.open(name="r", out=tmp_path / "r", stem="x", resume=False).key_file.read_text() == text, (
+    again = RunDirectory.open(name="r", out=tmp_path / "r", stem="x", resume=False)
+    assert again.key_file.read_text() == text, "it has not begun"
         "it has not begun"
     )
     with pytest.raises(ExperimentError):
