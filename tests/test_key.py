@@ -314,8 +314,6 @@ def test_the_runs_key_is_its_owners_and_stays_when_the_run_is_resumed(tmp_path: 
     assert RunDirectory.open(name="r", out=tmp_path / "r", stem="x", resume=True).key_file.read_text() == text
     again = RunDirectory.open(name="r", out=tmp_path / "r", stem="x", resume=False)
     assert again.key_file.read_text() == text, "it has not begun"
-        "it has not begun"
-    )
     with pytest.raises(ExperimentError):
         RunDirectory.open(name="r", out=tmp_path / "gone", stem="x", resume=True)
 
