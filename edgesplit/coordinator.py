@@ -553,7 +553,7 @@ class Coordinator:
         count = self.line.common(kept)
         back = self.line.rewind(self.term, count or 0)
         noted = self._note_cut()
-        opened = [replace(entry.due) for entry in self._open]
+        opened = [entry.due for entry in self._open]
         taken_back = (_Due(entry.draft, False, told=True) for entry in back)
         self._again = [*taken_back, *opened, *self._again, *self._later]
         self._later.clear()
