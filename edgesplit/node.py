@@ -301,14 +301,15 @@ class NodeMachine:
 
     def next(self) -> Work | None:
         """Return the next piece of work, or None where something must arrive first. Changes nothing."""
-        if self._keeps:
-            return Keep(self._keeps[0], self.term)
         if self._verdicts and not (self._steps and self._steps[0].step < self._verdicts[0].step):
             return Settle(self._verdicts[0])
         if self._steps:
             step = self._steps[0]
             if self._settled_by_commit(step):
                 return Settle(Commit.of(self._commits[step.step].meta))
+        if self._keeps:  # what others wait for goes first; the next report and the next update do not
+            run = self._first_ready()
+            return run if run is not None and run.action.op != "U" else Keep(self._keeps[0], self.term)
         if (due := self._report_due()) is not None:
             return Reckon(due, due.step in self._evaluating)
         if (run := self._first_ready()) is not None:

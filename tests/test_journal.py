@@ -19,20 +19,21 @@ def state(value: float, **more: float) -> dict[str, np.ndarray]:
     return {name: np.array([v, v]) for name, v in {"param/w": value, **more}.items()}
 
 
-def opened(tmp_path: Path, run: str = "r", layers: str = "f (0, 1)") -> Journal:
-    return Journal(tmp_path / "node", run=run, layers=layers)
+def opened(tmp_path: Path, run: str = "r", layers: str = "f (0, 1)", *, sync: bool = False) -> Journal:
+    return Journal(tmp_path / "node", run=run, layers=layers, sync=sync)
 
 
-def filled(tmp_path: Path, steps: int = 3) -> Journal:
-    journal = opened(tmp_path)
+def filled(tmp_path: Path, steps: int = 3, *, sync: bool = False) -> Journal:
+    journal = opened(tmp_path, sync=sync)
     journal.keep(BASE, 0, state(0.0, frozen=9.0), committed=BASE, full=True)
     for step in range(steps):
         journal.keep(Point(1, step), 0, state(step + 1.0), committed=Point(1, step - 1), full=False)
     return journal
 
 
-def test_another_life_reads_what_was_kept(tmp_path: Path) -> None:
-    filled(tmp_path).flush()
+@pytest.mark.parametrize("sync", [False, True], ids=["at once", "by the thread"])
+def test_another_life_reads_what_was_kept(tmp_path: Path, sync: bool) -> None:
+    filled(tmp_path, sync=sync).flush()
     again = opened(tmp_path)
     assert again.kept() == [Kept(BASE, 0), *(Kept(Point(1, step), 0) for step in range(3))]
     found = again.read(Kept(Point(1, 2), 0))
@@ -42,13 +43,37 @@ def test_another_life_reads_what_was_kept(tmp_path: Path) -> None:
     assert again.read(Kept(Point(2, 2), 0)) is None
 
 
-def test_only_what_may_be_asked_for_stays(tmp_path: Path) -> None:
-    journal = filled(tmp_path, 10)
+@pytest.mark.parametrize("sync", [False, True], ids=["at once", "by the thread"])
+def test_only_what_may_be_asked_for_stays(tmp_path: Path, sync: bool) -> None:
+    journal = filled(tmp_path, 10, sync=sync)
     assert [kept.point.step for kept in journal.kept()] == [-1, 7, 8, 9]
     journal.keep(Point(2, 9), 0, state(0.0), committed=Point(2, 9), full=True)
     assert {kept.point.load for kept in journal.kept()} == {1, 2}, "others may not have the second yet"
     journal.keep(Point(2, 10), 0, state(1.0), committed=Point(2, 10), full=False)
     assert [kept.point for kept in journal.kept()] == [Point(2, 9), Point(2, 10)]
+
+
+def test_a_file_is_written_over_by_a_longer_and_by_a_shorter_one(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 5)
+    states = [state(5.0, more=1.0), state(6.0), state(7.0, more=2.0, most=3.0), state(8.0), state(9.0)]
+    for step, arrays in enumerate(states, start=5):
+        journal.keep(Point(1, step), 0, arrays, committed=Point(1, step - 1), full=False)
+        found = opened(tmp_path).read(Kept(Point(1, step), 0))
+        assert found is not None
+        whole = state(0.0, frozen=9.0) | arrays
+        assert {name: array.tolist() for name, array in found.items()} == {n: a.tolist() for n, a in whole.items()}
+
+
+def test_large_states_and_small_ones_come_in_order(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 0)
+    large = np.arange(1 << 19, dtype=np.float32)
+    for step in range(6):
+        arrays = state(step) | ({"large": large + step} if step % 2 else {})
+        journal.keep(Point(1, step), 0, arrays, committed=Point(1, step - 1), full=False)
+    assert [kept.point.step for kept in journal.kept()] == [-1, 3, 4, 5]
+    found = opened(tmp_path).read(Kept(Point(1, 5), 0))
+    assert found is not None
+    assert np.array_equal(found["large"], large + 5)
 
 
 def test_what_was_taken_back_is_forgotten(tmp_path: Path) -> None:

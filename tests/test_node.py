@@ -195,10 +195,10 @@ def test_window_looks_past_what_is_not_ready() -> None:
 def test_at_most_one_version_is_uncommitted() -> None:
     d = Driven("d")
     d.get(sheet(step(0, [0]), step(1, [1]), step(2, [2])), data("grad", "e", 0, 0), data("grad", "e", 0, 1))
-    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "keep 0", "0F1", "0B1", "reckon 1"]
+    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "0F1", "0B1", "keep 0", "reckon 1"]
     assert d.machine.waiting_for() == "the commit of step 0"
     d.get(commit(0))
-    assert d.run() == ["apply 0", "0U1", "keep 1", "0F2"]
+    assert d.run() == ["apply 0", "0U1", "0F2", "keep 1"]
 
 
 def test_a_barrier_updates_with_the_answer_only() -> None:
@@ -211,7 +211,7 @@ def test_a_barrier_updates_with_the_answer_only() -> None:
     assert isinstance(work, Run)
     assert work.commit is not None
     assert Commit.of(work.commit.meta).clip == 0.5
-    assert d.run() == ["0U0", "keep 0", "apply 0", "0F1"]
+    assert d.run() == ["0U0", "apply 0", "0F1", "keep 0"]
     assert d.machine.loss_scale == 4.0
     assert d.sent[-1].message.loss_scale == 4.0
 
@@ -226,7 +226,7 @@ def test_a_commit_before_the_last_update() -> None:
         done.append(told(work))
         d.machine.done(work, outcome_of(work))
     d.get(commit(0))
-    assert d.run() == ["0U0", "keep 0", "apply 0"]
+    assert d.run() == ["0U0", "apply 0", "keep 0"]
     assert d.memory == {}
 
 
@@ -241,7 +241,7 @@ def test_forwards_of_a_step_are_not_held_up_by_its_own_updates() -> None:
     assert c.run()[-1] == "reckon 0", c.ran
     assert "1U3" not in c.ran
     c.get(commit(0))
-    assert c.run() == ["1U3", "2U3", "keep 0", "apply 0"]
+    assert c.run() == ["1U3", "2U3", "apply 0", "keep 0"]
 
 
 # --- steps that are taken back --------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_halt_drops_all_that_is_planned_and_under_way() -> None:
 def test_rollback_drops_later_steps_and_their_messages() -> None:
     e = Driven("e")
     e.get(sheet(step(0, [0]), step(1, [1])), *(data("act", "d", 1, m) for m in (0, 1)), data("grad", "c", 1, 0))
-    assert e.run() == ["1F0", "1B0", "reckon 0", "1U0", "keep 0", "1F1"]
+    assert e.run() == ["1F0", "1B0", "reckon 0", "1U0", "1F1", "keep 0"]
     e.get(data("act", "d", 1, 7), commit(0, apply=False, term=1))
     assert e.run() == ["back 0"]
     assert e.memory == {}
@@ -310,7 +310,7 @@ def test_rollback_of_a_step_that_passed_the_node_by() -> None:
     """``d1`` takes no part in step 1; its step 0 is not committed and step 2 has begun when step 1 is taken back."""
     d = Driven("d1", TREE)
     d.get(sheet(step(0, [0], "d1"), step(1, [1], "d2"), step(2, [2], "d1")), data("grad", "e", 0, 0))
-    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "keep 0", "0F2"]
+    assert d.run() == ["0F0", "0B0", "reckon 0", "0U0", "0F2", "keep 0"]
     d.get(commit(0), commit(1, apply=False, term=1), sheet(step(2, [3], "d1"), term=1))
     assert d.run() == ["apply 0", "back 1", "0F3"]
     d.get(data("grad", "e", 0, 2), data("grad", "e", 0, 3, term=1))
@@ -325,7 +325,7 @@ def test_a_rollback_waits_for_the_update_of_the_step_before() -> None:
     d.get(sheet(step(0, [0], "d1"), step(1, [1], "d2"), step(2, [2], "d1")), data("grad", "e", 0, 0))
     assert d.run() == ["0F0", "0B0", "reckon 0"]
     d.get(commit(0), commit(1, apply=False, term=1))
-    assert d.run() == ["0U0", "keep 0", "apply 0", "back 1"]
+    assert d.run() == ["0U0", "apply 0", "back 1", "keep 0"]
     assert d.memory == {}
 
 
