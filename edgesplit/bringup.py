@@ -10,7 +10,8 @@ from edgesplit import assembly
 from edgesplit.assembly import Model
 from edgesplit.attendance import Attendance, Rule
 from edgesplit.conductor import Admit, Conductor
-from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
@@ -23,6 +24,7 @@ from edgesplit.sheets import Agenda, Cutting
 from edgesplit.topology import Topology
 from edgesplit.training import Names, Training, sizes_of
 from edgesplit.transport.base import Transport
+from edgesplit.verdict import LossScale
 
 FIRST_LOSS_SCALE = 65536.0
 """Where a dynamic loss scale begins its search, as torch's does."""

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Offended, Replied, StepDone
 from edgesplit.errors import (
     EdgesplitError,
     FrameError,
@@ -21,7 +22,6 @@ from edgesplit.errors import (
 )
 from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
-from edgesplit.offences import Offended
 from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
-from edgesplit.offences import Offences, Offended, offenders
+from edgesplit import verdict
+from edgesplit.codecs import Packed, pack
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Offended, Replied, StepDone
+from edgesplit.errors import NodeLost, RunError, TransportTimeout
+from edgesplit.offences import Offences, offenders
 from edgesplit.plan import Plan
 from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
@@ -27,86 +27,10 @@ from edgesplit.sharing import AHEAD, Router
 from edgesplit.sheets import Cutting, Draft, number
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """Effect: a step has ended. ``loss`` is the weighted mean over the step (nan where it has no weight)."""
-
-    step: int
-    loss: float
-    weight: float
-    samples: int
-    applied: bool
-    metrics: Mapping[str, Mapping[str, tuple[float, float]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Replied:
-    """Effect: every node asked has answered a request."""
-
-    request: int
-    replies: Mapping[str, Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Effect: the run cannot go on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class NodeChanged:
-    """Effect: what has become of a node.
-
-    Attributes:
-        state: ``lost``; ``back`` with all it had; ``returned`` with an empty memory, and then ``recovered``, when all
-            nodes are in one state again; ``left`` out of the round; ``waits`` for the next one; ``forgetful``, if it
-            cannot keep its state.
-        reason: why it was lost, where the fleet goes on, or what its disk says.
-    """
-
-    node: str
-    state: Literal["lost", "back", "returned", "recovered", "left", "waits", "forgetful"]
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """Effect: something to be written down, for a coordinator that has to go on from here (see ``logbook.py``)."""
-
-    record: Mapping[str, Any]
-
-
-Effect = Send | StepDone | Replied | NodeChanged | Noted | Offended | Failed
+from edgesplit.verdict import LossScale, Sums, Weights
 
 Spare = Callable[[str], Mapping[str, Packed] | None]
 """What a node held when the weights were last given out; None: that is not known."""
-
-
-@dataclass
-class LossScale:
-    """What the loss is multiplied by before the backward (Micikevicius et al., 2018, section 3.2)."""
-
-    value: float = 1.0
-    dynamic: bool = False
-    growth_interval: int = 2000
-    good: int = 0
-
-    def note(self, finite: bool) -> bool:
-        """Note a step's outcome; return whether a non-finite one was only the scale's search."""
-        if not self.dynamic:
-            return False
-        if finite:
-            self.good += 1
-            if self.good % self.growth_interval == 0:
-                self.value *= 2.0
-            return False
-        self.good = 0
-        searching = self.value > 1.0
-        self.value = max(self.value / 2.0, 1.0)
-        return searching
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +51,10 @@ class _Open:
     participants: tuple[str, ...]
     reports: dict[str, Report] = field(default_factory=dict)
     arrays: dict[str, Mapping[str, Packed]] = field(default_factory=dict)
+
+    def in_order(self) -> dict[str, Report]:
+        """The reports, of all participants, in the plan's order and not in that of their arrival."""
+        return {node: self.reports[node] for node in self.participants}
 
 
 INDISPENSABLE_S = 600.0
@@ -625,33 +553,14 @@ class Coordinator:
         if message.term != self.term:
             return []
         report = Report.of(message.meta)
-        self._check_sums(message)
+        mine = [layer for layer, nodes in self._shared.items() if message.sender in nodes]
+        verdict.check_sums(message, mine, self.like)
         for entry in self._open:
             if entry.step.step == report.step and message.sender in entry.participants:
-                entry.reports[message.sender] = self._its_own(report, message.sender, entry)
+                entry.reports[message.sender] = verdict.its_own(report, message.sender, entry.step, self.plan)
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
         return self._close_complete(now)
-
-    def _check_sums(self, message: Message) -> None:
-        known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
-        for name, packed in message.arrays.items():
-            if name.partition("/")[0] not in known:
-                raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
-            if self.like and self.like.get(name) != (packed.shape, packed.dtype):
-                raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
-
-    def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
-        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
-        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
-        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
-        layers = set(self.plan.layers_of(node))
-        return replace(
-            report,
-            layers={layer: pair for layer, pair in report.layers.items() if layer in layers},
-            losses={micro: pair for micro, pair in report.losses.items() if micro in losses},
-            metrics={device: values for device, values in report.metrics.items() if device in ends},
-        )
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -676,11 +585,11 @@ class Coordinator:
             return self._end(entry, applied=True)
         if not self.synchronous:
             return [*self._tell_ended(entry), *self._close_asynchronous(entry)]
-        sums, weights = self._add_replicas(entry)
+        reports, scale = entry.in_order(), self.loss_scale.value
+        sums, weights = verdict.add_replicas(reports, entry.arrays, self._shared)
         guilty, broken = offenders(entry.step, entry.reports, self._devices) if self.offences.after else ({}, set())
-        finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
-        finite = finite and not broken
-        clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
+        finite = verdict.is_finite(reports, sums) and not broken
+        clip = verdict.clip_factor(reports, sums, weights, norm=self.clip_norm, scale=scale) if finite else 1.0
         searching = self.loss_scale.note(finite)
         if not finite and guilty and (broken or not searching):
             return self._without_the_guilty(entry, guilty, now, searching)
@@ -706,7 +615,7 @@ class Coordinator:
         self._skipped_in_row += 1
         effects = self._end(entry, applied=False)
         if self._skipped_in_row >= self.max_skipped:
-            effects.append(Failed(self._not_finite(entry)))
+            effects.append(Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped)))
         return effects
 
     def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
@@ -736,16 +645,12 @@ class Coordinator:
     def _tell(entry: _Open, done: StepDone) -> list[Effect]:
         return [] if entry.due.told else [done]
 
-    def _done(self, entry: _Open, *, applied: bool) -> StepDone:
-        losses = {micro: pair for report in entry.reports.values() for micro, pair in report.losses.items()}
-        total = weight = 0.0
-        for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
-            total += losses[micro][0]
-            weight += losses[micro][1]
-        metrics = _added([entry.reports[node].metrics for node in entry.participants])
+    @staticmethod
+    def _done(entry: _Open, *, applied: bool) -> StepDone:
+        loss, weight = verdict.loss_of(entry.reports)
+        metrics = verdict.add_metrics([report.metrics for report in entry.in_order().values()])
         shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
-        loss = total / weight if weight else math.nan
         return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
 
     def _without_the_guilty(self, entry: _Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
@@ -769,69 +674,17 @@ class Coordinator:
         self.line.cut(self.term, Point(self.line.base.load, entry.step.step - 1))
         effects += [self._note_cut(), *self._end(entry, applied=False)]
         if self._skipped_in_row >= self.max_skipped:
-            return [*effects, Failed(self._not_finite(entry))]
+            return [*effects, Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped))]
         again = [later.due for later in self._open]
         self._open.clear()
         return [*effects, *(self._publish(again, now) if again else [])]
-
-    def _not_finite(self, entry: _Open) -> RunError:
-        reports = [(node, entry.reports[node]) for node in entry.participants]  # not in the order of their arrival
-        bad = [(node, report.culprit) for node, report in reports if report.skipped or not report.finite]
-        node, layer = bad[0] if bad else (entry.participants[-1], None)
-        where = f"last in layer {layer!r} on {node!r}" if layer else f"last in {node!r}"
-        sources = [(node, report.source) for node, report in reports if report.source]
-        if sources:
-            node, source = sources[0]
-            where = f"first in {source} on {node!r}"
-        first = entry.step.step - self.max_skipped + 1
-        return RunError(
-            f"{self.max_skipped} steps in a row were not finite (steps {first} to {entry.step.step}), "
-            f"{where}: lower the learning rate, clip the norm, or look at that device's data"
-        )
-
-    def _add_replicas(self, entry: _Open) -> tuple[dict[str, np.ndarray[Any, Any]], dict[int, float]]:
-        """Add the gradient sums and weights of replicated layers, in node order."""
-        if not self._shared:
-            return {}, {}
-        sums: dict[str, np.ndarray[Any, Any]] = {}
-        weights: dict[int, float] = dict.fromkeys(self._shared, 0.0)
-        for node in entry.participants:
-            for layer, (weight, _) in entry.reports[node].layers.items():
-                if layer in weights:
-                    weights[layer] += weight
-            for name, array in unpack(entry.arrays[node]).items():
-                if name in sums and (sums[name].shape, sums[name].dtype) != (array.shape, array.dtype):
-                    raise FrameError(f"the sum of {name!r} of {node!r} has another shape or dtype than other replicas'")
-                sums[name] = sums[name] + array if name in sums else array
-        return sums, weights
-
-    def _clip(self, entry: _Open, sums: Mapping[str, np.ndarray[Any, Any]], weights: Mapping[int, float]) -> float:
-        """Factor that brings the global norm to ``clip_norm``: min(1, c / (norm + 1e-6)), as torch clips."""
-        if self.clip_norm is None:
-            return 1.0
-        square = 0.0
-        for name, array in sums.items():
-            layer = int(name.partition("/")[0])
-            if weights[layer]:
-                mean = array.astype(np.float64) / (weights[layer] * self.loss_scale.value)
-                square += float(np.vdot(mean, mean))
-        by_layer: dict[int, list[tuple[float, float]]] = {}
-        for node in entry.participants:  # in node order, not that of arrival: the same bits in every run
-            for layer, pair in entry.reports[node].layers.items():
-                if layer not in self._shared:
-                    by_layer.setdefault(layer, []).append(pair)
-        for pairs in by_layer.values():
-            total = sum(weight for weight, _ in pairs)
-            if total:
-                square += sum(weight * sq for weight, sq in pairs) / total
-        return min(1.0, self.clip_norm / (math.sqrt(square) + 1e-6))
 
     def _commit(
         self,
         nodes: Sequence[str],
         commit: Commit,
-        sums: Mapping[str, np.ndarray[Any, Any]],
-        weights: Mapping[int, float],
+        sums: Sums,
+        weights: Weights,
     ) -> list[Effect]:
         effects: list[Effect] = []
         for node in nodes:
@@ -843,27 +696,3 @@ class Coordinator:
 
     def _send(self, to: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed] | None = None) -> Send:
         return Send(to, Message(kind=kind, sender=COORDINATOR, term=self.term, meta=meta, arrays=arrays or {}))
-
-
-def _finite(report: Report) -> bool:
-    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are.
-
-    So are weights and squares of norms, of an honest node also not negative.
-    """
-    sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
-    losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
-    return report.finite and sums and losses
-
-
-def _added(
-    parts: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]],
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Add up the devices' metrics: where nodes share the last layers, each has a part of them."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for part in parts:
-        for device, metrics in part.items():
-            of_device = found.setdefault(device, {})
-            for name, (value, weight) in metrics.items():
-                before = of_device.get(name, (0.0, 0.0))
-                of_device[name] = (before[0] + value, before[1] + weight)
-    return found

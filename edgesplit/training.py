@@ -13,8 +13,8 @@ import numpy as np
 from edgesplit.attendance import Attendance
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.conductor import Asked, Conductor
-from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
+from edgesplit.effects import StepDone
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation, Group, Reply, Request, average

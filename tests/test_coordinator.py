@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.sheets import Cutting, Draft, Share
 from edgesplit.transport.base import Message
+from edgesplit.verdict import LossScale
 
 CHAIN = Plan(("l0", "l1"), (Route("d", (Stage("d", 0, 1), Stage("c", 1, 2))),))
 TREE = Plan(("l0", "l1"), tuple(Route(d, (Stage(d, 0, 1), Stage("c", 1, 2))) for d in ("d1", "d2")))

@@ -32,6 +32,7 @@ LAYERS = [
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
         "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
+        "effects", "verdict",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},

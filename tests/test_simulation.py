@@ -10,13 +10,14 @@ from random import Random
 
 import pytest
 
-from edgesplit.coordinator import LossScale, StepDone
+from edgesplit.effects import StepDone
 from edgesplit.errors import ScheduleError
 from edgesplit.methods import METHODS, check, predict
 from edgesplit.node import Run
 from edgesplit.plan import Plan
 from edgesplit.schedule import Event, Micro, even_steps
 from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
+from edgesplit.verdict import LossScale
 from tests.virtual import Case, Fleet, Oracle, present, route, unwrap, wrap
 
 # --- random fleets --------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.member import Begin, Heed, Member
 from edgesplit.node import NodeMachine, Work
 from edgesplit.plan import Plan

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from edgesplit.coordinator import Coordinator, NodeChanged, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.logbook import Progress, begun, last_of, progress_of
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit
