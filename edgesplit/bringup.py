@@ -180,7 +180,7 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
     sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
     training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}
-    _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
+    _check_cutting(conductor.coordinator.steps.cutting, method, plan, sizes)
     training.agenda = agenda = Agenda(sizes)
     agenda.lr = assembly.lr_of(model.task, experiment, training.total_steps(experiment.rounds))
 

@@ -314,7 +314,7 @@ class Conductor:
             raise FrameError(f"{message.kind!r} of {message.sender!r} tells of events that are no list")
         for event in [_event(message, row) for row in rows]:
             self.recorder.add(event)
-            self.coordinator.observe(event)
+            self.coordinator.steps.observe(event)
 
     def stop(self, nodes: Sequence[str], timeout: float, error: str | None = None) -> dict[str, str]:
         """Tell the nodes to stop, and ``error`` if that is why.

@@ -6,10 +6,8 @@ The shell (``session.py``) sends what it says to send, feeds it the answers, and
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from itertools import count
+from dataclasses import astuple
 from typing import Any
 
 from edgesplit import verdict
@@ -19,70 +17,23 @@ from edgesplit.errors import NodeLost, RunError, TransportTimeout
 from edgesplit.offences import Offences, offenders
 from edgesplit.plan import Plan
 from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
+from edgesplit.questions import Asked, Question, Questions
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
+from edgesplit.returning import Returning, Spare, assigns
 from edgesplit.roster import Absence, OnLost, Roster
-from edgesplit.schedule import Event, Micro, Step
-from edgesplit.sharing import AHEAD, Router
-from edgesplit.sheets import Cutting, Draft, number
+from edgesplit.sharing import Router
+from edgesplit.sheets import Cutting, Draft
+from edgesplit.steps import Due, Open, Steps
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
 from edgesplit.verdict import LossScale, Sums, Weights
-
-Spare = Callable[[str], Mapping[str, Packed] | None]
-"""What a node held when the weights were last given out; None: that is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """A step to be issued; ``told``: its end was told of before it was taken back."""
-
-    draft: Draft
-    evaluate: bool
-    told: bool = False
-
-
-@dataclass
-class _Open:
-    """A step that was issued and has not ended."""
-
-    due: _Due
-    step: Step
-    participants: tuple[str, ...]
-    reports: dict[str, Report] = field(default_factory=dict)
-    arrays: dict[str, Mapping[str, Packed]] = field(default_factory=dict)
-
-    def in_order(self) -> dict[str, Report]:
-        """The reports, of all participants, in the plan's order and not in that of their arrival."""
-        return {node: self.reports[node] for node in self.participants}
-
 
 INDISPENSABLE_S = 600.0
 """How long a node is waited for that the others cannot do without."""
 
 Reassign = Callable[[Plan], Mapping[str, Mapping[str, Any]]]
 """Another plan -> what each of its nodes is to be told."""
-
-_Part = tuple[str, Mapping[str, Any], Mapping[str, Packed]]
-
-Asked = Mapping[str, _Part]
-"""Node -> kind, meta and arrays of what it is asked."""
-
-
-@dataclass
-class _Request:
-    """A question that is open. ``then``: what is done with the answers; None: they are handed out.
-
-    Each time that it is asked it has another ``asking`` number, so that no answer to an earlier time counts.
-    """
-
-    number: int
-    asked: Asked
-    then: Callable[[Mapping[str, Message], float], list[Effect]] | None = None
-    replies: dict[str, Message] = field(default_factory=dict)
-    asking: int = 0
-    point: Point | None = None  # of the weights that a load gives out
-    due: bool = False  # to be asked again
 
 
 class Coordinator:
@@ -119,12 +70,10 @@ class Coordinator:
         patience: float = 60.0,
         first_request: int = 1,
     ) -> None:
-        self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
         self.loss_scale = loss_scale or LossScale()
         self.max_skipped, self.step_timeout = max_skipped, step_timeout
         self.term = 0
-        self.next_micro = 0
         self.skipped = 0
         self._skipped_in_row = 0
         self._adds = add_replicas
@@ -132,23 +81,16 @@ class Coordinator:
         self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
-        self.router = Router() if plan.peers else None
+        self.steps = Steps(cutting, Router() if plan.peers else None)
         self._set_plan(plan)
-        self._open: deque[_Open] = deque()
-        self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
-        self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
-        self._requests: dict[int, _Request] = {}
-        self._recovery: _Request | None = None
-        self._request_numbers = count(first_request)
+        self.questions = Questions(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
         self.offences = Offences(quarantine_after)
         self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
-        self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
-        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+        self._returning = Returning()
         self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
         self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
@@ -158,13 +100,13 @@ class Coordinator:
         self._devices = [route.device for route in plan.routes]
         shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
         self._shared = shared if self._adds else {}
-        if self.router is not None:
-            self.router.adopt(plan)
+        if self.steps.router is not None:
+            self.steps.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._later or self._requests or self._again or self._recovery)
+        return self.steps.busy or self.questions.busy
 
     @property
     def barrier(self) -> bool:
@@ -176,54 +118,21 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        dues = [_Due(draft, evaluate) for draft in drafts]
-        if self._later:
-            self._later += dues
+        dues = [Due(draft, evaluate) for draft in drafts]
+        if self.steps.later:
+            self.steps.later += dues
             return []
         return self._publish(dues, now)
 
-    def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
-        """Number the steps of one sheet and send it; all train, or all evaluate."""
+    def _publish(self, dues: Sequence[Due], now: float) -> list[Effect]:
+        """Send the sheet of these steps, or of those for which there is room."""
         self._progress_at = now
-        opened = []
-        if self.router is not None:
-            room = max(AHEAD - len(self._open), 0)
-            other = (at for at, due in enumerate(dues) if due.evaluate != dues[0].evaluate)
-            room = min(room, next(other, room))
-            dues, self._later = dues[:room], [*dues[room:], *self._later]
-        routes = self._routes if self.router is not None else None
-        for due in dues:
-            step = number(due.draft, self.cutting, self.next_micro, self._devices, routes)
-            self.next_micro += len(step.micros)
-            opened.append(_Open(due, step, self._participants(step, due.evaluate)))
-        self._open.extend(opened)
-        evaluate = any(due.evaluate for due in dues)
+        sharing = {node for nodes in self._shared.values() for node in nodes}
+        opened = self.steps.publish(dues, self.plan, sharing, self.roster.lost)
+        evaluate = any(entry.due.evaluate for entry in opened)
         sheet = Sheet(tuple(entry.step for entry in opened), evaluate, self.loss_scale.dynamic and not evaluate)
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
-
-    def _routes(self, micros: Sequence[Micro]) -> Sequence[int]:
-        """Choose the micro-batches' ways: where nodes share work those that are quick and there."""
-        if self.router is None:
-            return [0] * len(micros)
-        return self.router.routes(self.plan, micros, self.roster.lost)
-
-    def observe(self, event: Event) -> None:
-        """Learn from a report what an action took, so that the steps to come go round the slow."""
-        entry = next((entry for entry in self._open if entry.step.step == event.step), None)
-        if self.router is not None and entry is not None and not entry.due.evaluate and entry.step.micros:
-            at = event.action.micro - entry.step.micros[0].micro
-            if 0 <= at < len(entry.step.micros):
-                micro = entry.step.micros[at]
-                self.router.observe(event, micro.stop - micro.start)
-
-    def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
-        if not step.micros:
-            return ()  # nobody has samples: there is nothing to do or to wait for
-        on_route = {place.node for m in step.micros for place in self.plan.path(m.device, m.route)}
-        if not evaluate:
-            on_route |= {node for nodes in self._shared.values() for node in nodes}
-        return tuple(node for node in self._nodes if node in on_route)
 
     # -- requests
 
@@ -240,23 +149,17 @@ class Coordinator:
         self._progress_at = now
         to = {node: part for node, part in to.items() if node in self._nodes}
         asked = {node: (kind, meta, arrays) for node, (meta, arrays) in to.items()}
-        request = _Request(next(self._request_numbers), asked)
+        point = None
         if kind == "assign":
-            self._assigned |= {node: meta for node, (meta, _) in to.items()}
+            self._returning.assigned |= {node: meta for node, (meta, _) in to.items()}
         elif kind == "load":
-            request.point = Point(self.line.base.load + 1, self.line.point().step)
-            told = {"point": [*request.point]}
-            request.asked = {node: (kind, {**meta, **told}, arrays) for node, (meta, arrays) in to.items()}
-        self._requests[request.number] = request
-        return request.number, self._ask(request)
+            point = Point(self.line.base.load + 1, self.line.point().step)
+            asked = {node: (kind, {**meta, "point": [*point]}, arrays) for node, (meta, arrays) in to.items()}
+        question = self.questions.put(asked, point)
+        return question.number, self._ask(question)
 
-    def _ask(self, request: _Request) -> list[Effect]:
-        request.asking = next(self._request_numbers) if request.asking else request.number
-        request.replies.clear()
-        return [
-            self._send(node, kind, {**meta, "request": request.asking}, arrays)
-            for node, (kind, meta, arrays) in request.asked.items()
-        ]
+    def _ask(self, question: Question) -> list[Effect]:
+        return [self._send(node, *part) for node, part in self.questions.ask(question).items()]
 
     # -- events
 
@@ -333,27 +236,26 @@ class Coordinator:
         return [NodeChanged(node, "lost", reason)]
 
     def _where(self) -> str:
-        return f"in step {self._open[0].step.step}" if self._open else "between two steps"
+        return f"in step {self.steps.open[0].step.step}" if self.steps.open else "between two steps"
 
     def _reply(self, message: Message, now: float) -> list[Effect]:
-        wanted = message.meta.get("request")
-        asked = [*self._requests.values(), *([self._recovery] if self._recovery is not None else [])]
-        request = next((request for request in asked if request.asking == wanted), None)
-        if request is None or message.sender not in request.asked:
+        question = self.questions.answered_by(message)
+        if question is None:
             return []
         self._progress_at = now
-        if request.then is not None:
+        recovers = question is self.questions.recovery
+        if recovers:
             kept_of(message.meta)  # one that is malformed is no answer
-        request.replies[message.sender] = message
-        if len(request.replies) < len(request.asked):
+        question.replies[message.sender] = message
+        if len(question.replies) < len(question.asked):
             return []
-        if request.then is not None:
-            self._recovery = None
-            return request.then(request.replies, now)
-        del self._requests[request.number]
-        effects: list[Effect] = [Replied(request.number, request.replies)]
-        if request.point is not None:
-            self.line.rebase(request.point, self._standing())
+        if recovers:
+            self.questions.recovery = None
+            return self._recovering(question.replies, now)
+        del self.questions.open[question.number]
+        effects: list[Effect] = [Replied(question.number, question.replies)]
+        if question.point is not None:
+            self.line.rebase(question.point, self._standing())
             return [self._note_base(), *effects]
         return effects
 
@@ -367,7 +269,7 @@ class Coordinator:
         if now - self._progress_at < self.step_timeout:
             return []
         what = f"no progress {self._where()} for {self.step_timeout:g} s"
-        missing = self._missing()
+        missing = self.missing()
         wrong = [
             f"{node!r} sent a message that is none ({self._malformed[node]})"
             for node in missing
@@ -397,11 +299,11 @@ class Coordinator:
         term, point = self.line.cuts[-1]
         return Noted({"cut": [*point], "term": term})
 
-    def _missing(self) -> list[str]:
-        if self._recovery is None and self._open:
-            return [node for node in self._open[0].participants if node not in self._open[0].reports]
-        asked = [self._recovery] if self._recovery is not None else list(self._requests.values())
-        return sorted({node for request in asked for node in request.asked if node not in request.replies})
+    def missing(self) -> list[str]:
+        """Who is waited for."""
+        if self.questions.recovery is None and self.steps.open:
+            return self.steps.open[0].missing()
+        return self.questions.missing()
 
     # -- nodes that start anew
 
@@ -412,30 +314,39 @@ class Coordinator:
             return []
         if message.sender not in self._nodes:
             return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
-        if not again or not self._assigned:
+        if not again or not self._returning.assigned:
             return []
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
-        self._fresh.add(message.sender)
-        self._returned.add(message.sender)
+        self._returning.fresh.add(message.sender)
+        self._returning.returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
         """Begin to bring everybody back to one state: ask what they have kept. A recovery under way begins anew."""
         self._progress_at = now
-        for request in self._requests.values():  # an answer that still comes tells of a state that is taken back
-            request.asking, request.due = next(self._request_numbers), True
-            request.replies.clear()
-        parts: dict[str, _Part] = {
-            node: ("assign", {**self._assigned[node], "again": True}, {}) for node in self._fresh
-        }
-        if self.line.base.load == 0:  # no weights were given out yet: only the open question is asked again
-            if any(kind == "assign" for request in self._requests.values() for kind, _, _ in request.asked.values()):
-                return self._go_on({}, now)
-            return self._inquire(parts, self._go_on)
-        self.term += 1
-        parts |= {node: ("halt", {}, {}) for node in self._nodes if node not in self._fresh}
-        return self._inquire(parts, self._return)
+        self.questions.put_off()
+        given = self.line.base.load > 0
+        if not given and assigns(self.questions.open):
+            return self._go_on(now)
+        self.term += given
+        return self._inquire(self._returning.first(self._nodes, given=given))
+
+    def _inquire(self, asked: Asked) -> list[Effect]:
+        return self._ask(self.questions.inquire(asked))
+
+    def _recovering(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+        """All have answered: have them go back to the newest point that all have kept, or go on if they are there."""
+        if not self._returning.asks_what_was_kept:
+            return self._go_on(now)
+        kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
+        self.steps.take_back(self.line.rewind(self.term, self.line.common(kept) or 0))
+        self._resume_standing(self.line.standing())
+        try:
+            asked = self._returning.second(self.line, kept, self.plan, self.loss_scale.value, self.spare)
+        except NodeLost as error:
+            return [Failed(error)]
+        return [self._note_cut(), *self._inquire(asked)]
 
     # -- another plan
 
@@ -443,22 +354,16 @@ class Coordinator:
         """Go on without these nodes: the others take another plan, and do again what is not final without them."""
         effects: list[Effect] = [NodeChanged(node, "left", absence.reason) for node, absence in lost.items()]
         self.take_plan(plan)
-        for request in self._requests.values():
-            request.asked = {
-                node: self._anew(node, *part) for node, part in request.asked.items() if node in self._nodes
-            }
-        self._fresh = set(self._nodes)
+        for question in self.questions.open.values():
+            question.asked = self._returning.anew(question.asked, self._nodes)
+        self._returning.fresh = set(self._nodes)
         return effects + self._recover(now)
-
-    def _anew(self, node: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed]) -> _Part:
-        """What a node is asked by the plan of now: whoever is still to be told another one must be told this."""
-        return (kind, {**self._assigned[node], "again": True}, {}) if kind == "assign" else (kind, meta, arrays)
 
     def take_plan(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
         """Work by another plan from now on; return what its nodes are to be told."""
         self._set_plan(plan)
-        self._assigned = dict(self.reassign(plan))
-        return self._assigned
+        self._returning.assigned = dict(self.reassign(plan))
+        return self._returning.assigned
 
     def want(self, plan: Plan) -> None:
         """Have another plan when the next round begins and its nodes are there."""
@@ -471,36 +376,6 @@ class Coordinator:
         missing |= self.offences.barred.keys()
         return without(self.wanted, missing) or self.plan
 
-    def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
-        self._recovery = _Request(next(self._request_numbers), asked, then)
-        return self._ask(self._recovery)
-
-    def _return(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
-        """All have told what they have kept: have them go back to the newest point that all have."""
-        kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
-        count = self.line.common(kept)
-        back = self.line.rewind(self.term, count or 0)
-        noted = self._note_cut()
-        opened = [entry.due for entry in self._open]
-        taken_back = (_Due(entry.draft, False, told=True) for entry in back)
-        self._again = [*taken_back, *opened, *self._again, *self._later]
-        self._later.clear()
-        self._open.clear()
-        self._resume_standing(self.line.standing())
-        point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
-        asked: dict[str, _Part] = {}
-        for node in replies:
-            own = self.line.newest(kept[node])
-            if own is not None:
-                asked[node] = ("return", {**point, "kept": own.to_json()}, {})
-            else:
-                arrays = self.spare(node)
-                if arrays is None:
-                    return [Failed(NodeLost(f"node {node!r} came back without what it had kept: resume the run"))]
-                layers = list(self.plan.layers_of(node))
-                asked[node] = ("load", {**point, "reset_optimizer": layers, "reset_round": True}, arrays)
-        return [noted, *self._inquire(asked, self._go_on)]
-
     def resume(self, line: Line, term: int, micro: int, now: float) -> list[Effect]:
         """Take up a run that has stopped somewhere on ``line``; all nodes have joined and been told their part.
 
@@ -508,37 +383,25 @@ class Coordinator:
             term, micro: the last term, and the next number of a micro-batch, as far as they are known.
         """
         self._progress_at = now
-        self.line, self.term, self.next_micro = line, max(term, self.term) + 1, max(micro, self.next_micro)
+        self.line, self.term = line, max(term, self.term) + 1
+        self.steps.next_micro = max(micro, self.steps.next_micro)
         noted = Noted({"again": [*line.base], "term": self.term}) if line.ended else self._note_base()
-        return [noted, *self._inquire({node: ("halt", {}, {}) for node in self._nodes}, self._return)]
+        return [noted, *self._inquire(self._returning.first(self._nodes, given=True))]
 
-    def _go_on(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+    def _go_on(self, now: float) -> list[Effect]:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
-        step = self.line.point().step
-        where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
-        self._fresh.clear()
-        self._returned.clear()
-        return effects + self._catch_up(now)
+        return [*self._returning.over(self.line.point().step), *self._catch_up(now)]
 
     def _catch_up(self, now: float) -> list[Effect]:
-        """Once all issued steps have ended: issue what was taken back, training first, then ask what was not answered.
+        """Once all issued steps have ended: issue what was taken back, then ask what was not answered.
 
         A question must not overtake a step: one that is skipped leaves the nodes idle for a moment.
         """
-        if self._open or self._recovery is not None:
+        if self.steps.open or self.questions.recovery is not None:
             return []
-        if self._again:
-            evaluate = self._again[0].evaluate
-            ready = [due for due in self._again if due.evaluate == evaluate]
-            self._again = [due for due in self._again if due.evaluate != evaluate]
+        if ready := self.steps.taken_back():
             return self._publish(ready, now)
-        effects: list[Effect] = []
-        for request in self._requests.values():
-            if request.due:
-                request.due = False
-                effects += self._ask(request)
-        return effects
+        return [effect for question in self.questions.put_again() for effect in self._ask(question)]
 
     def _standing(self) -> Standing:
         return Standing(self.loss_scale.value, self.loss_scale.good, self.skipped, self._skipped_in_row)
@@ -555,7 +418,7 @@ class Coordinator:
         report = Report.of(message.meta)
         mine = [layer for layer, nodes in self._shared.items() if message.sender in nodes]
         verdict.check_sums(message, mine, self.like)
-        for entry in self._open:
+        for entry in self.steps.open:
             if entry.step.step == report.step and message.sender in entry.participants:
                 entry.reports[message.sender] = verdict.its_own(report, message.sender, entry.step, self.plan)
                 entry.arrays[message.sender] = message.arrays
@@ -564,21 +427,16 @@ class Coordinator:
 
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._open and self._recovery is None and len(self._open[0].reports) == len(self._open[0].participants):
-            effects += self._close(self._open.popleft(), now)
+        while self.steps.open and self.questions.recovery is None and self.steps.open[0].complete:
+            effects += self._close(self.steps.open.popleft(), now)
         return effects + self._publish_later(now) + self._catch_up(now)
 
     def _publish_later(self, now: float) -> list[Effect]:
         """Where nodes share work: publish the next steps, now that one has ended."""
-        if not self._later or len(self._open) >= AHEAD or self._recovery is not None:
-            return []
-        evaluate = self._later[0].evaluate
-        if self._open and self._open[0].due.evaluate != evaluate:
-            return []
-        ready, self._later = self._later, []
-        return self._publish(ready, now)
+        ready = self.steps.room_for() if self.questions.recovery is None else []
+        return self._publish(ready, now) if ready else []
 
-    def _close(self, entry: _Open, now: float) -> list[Effect]:
+    def _close(self, entry: Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
             return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
         if not entry.participants:
@@ -600,13 +458,13 @@ class Coordinator:
         to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
 
-    def _tell_ended(self, entry: _Open) -> list[Effect]:
+    def _tell_ended(self, entry: Open) -> list[Effect]:
         """Say that a step without a commit has ended: nodes that are ahead wait for it."""
-        if not self._open:
+        if not self.steps.open:
             return []
         return [self._send(node, "ended", {"step": entry.step.step}) for node in self._nodes]
 
-    def _close_asynchronous(self, entry: _Open) -> list[Effect]:
+    def _close_asynchronous(self, entry: Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
         if not bad:
             self._skipped_in_row = 0
@@ -618,7 +476,7 @@ class Coordinator:
             effects.append(Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped)))
         return effects
 
-    def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
+    def _end(self, entry: Open, *, applied: bool) -> list[Effect]:
         """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
         counts = applied or not self.synchronous
         for device, share in entry.due.draft.shares.items():
@@ -630,7 +488,7 @@ class Coordinator:
         noted = {
             "step": done.step,
             "term": self.term,
-            "micro": self.next_micro,
+            "micro": self.steps.next_micro,
             "participants": entry.participants,
             "applied": applied,
             "counts": counts,
@@ -642,29 +500,29 @@ class Coordinator:
         return [Noted(noted), *self._tell(entry, done)]
 
     @staticmethod
-    def _tell(entry: _Open, done: StepDone) -> list[Effect]:
+    def _tell(entry: Open, done: StepDone) -> list[Effect]:
         return [] if entry.due.told else [done]
 
     @staticmethod
-    def _done(entry: _Open, *, applied: bool) -> StepDone:
+    def _done(entry: Open, *, applied: bool) -> StepDone:
         loss, weight = verdict.loss_of(entry.reports)
         metrics = verdict.add_metrics([report.metrics for report in entry.in_order().values()])
         shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
         samples = sum(n for device, n in shares.items() if device in entry.step.batches)
         return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
 
-    def _without_the_guilty(self, entry: _Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
+    def _without_the_guilty(self, entry: Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
         """Skip a step, or have it done again without those who have spoilt too many."""
         effects: list[Effect] = []
-        self._open.appendleft(entry)  # where somebody is left out, all that is open is done again
+        self.steps.open.appendleft(entry)  # where somebody is left out, all that is open is done again
         for device, what in guilty.items():
             effects += self.offend(device, what, now, value=f"step {entry.step.step}")
-        if self._recovery is not None:
+        if self.questions.recovery is not None:
             return effects
-        self._open.popleft()
+        self.steps.open.popleft()
         return [*effects, *self._skip(entry, now, searching)]
 
-    def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
+    def _skip(self, entry: Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
         self.skipped += 1
         self._skipped_in_row += not searching
@@ -675,8 +533,8 @@ class Coordinator:
         effects += [self._note_cut(), *self._end(entry, applied=False)]
         if self._skipped_in_row >= self.max_skipped:
             return [*effects, Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped))]
-        again = [later.due for later in self._open]
-        self._open.clear()
+        again = [later.due for later in self.steps.open]
+        self.steps.open.clear()
         return [*effects, *(self._publish(again, now) if again else [])]
 
     def _commit(

@@ -29,7 +29,7 @@ def snapshot(
     position = checkpoint.Position(
         round=number,
         step=agenda.step,
-        micro=coordinator.next_micro,
+        micro=coordinator.steps.next_micro,
         term=coordinator.term,
         seed=experiment.seed,
         participation=training.participation,
@@ -82,7 +82,7 @@ def take_up(
     training.drawn.done = {device: int(count) for device, count in position.positions.items()}
     training.participation = dict(position.participation)
     coordinator = training.conductor.coordinator
-    coordinator.next_micro, coordinator.term = position.micro, position.term
+    coordinator.steps.next_micro, coordinator.term = position.micro, position.term
     coordinator.offences.barred.update({str(d): str(why) for d, why in position.extra.get("barred", {}).items()})
     scale = position.loss_scale or {"value": coordinator.loss_scale.value, "good": 0}
     standing = Standing(float(scale["value"]), int(scale["good"]), 0, 0)

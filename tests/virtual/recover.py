@@ -336,7 +336,7 @@ class Driver:
             round=number,
             load=c.line.base.load,
             step=self.trial.rounds[number - 1][-1].step + 1,
-            micro=c.next_micro,
+            micro=c.steps.next_micro,
             term=c.term,
             scale=c.loss_scale.value,
             good=c.loss_scale.good,
@@ -351,7 +351,7 @@ class Driver:
         if found is not None:
             self.first, self.given = found.round + 1, spread(found.held, self.plan)
             trial.begins(self.first, self.given)
-            coordinator.next_micro, coordinator.term = found.micro, found.term
+            coordinator.steps.next_micro, coordinator.term = found.micro, found.term
             load, step, standing = found.load, found.step, Standing(found.scale, found.good, 0, 0)
         line = Line(Point(load, step - 1), standing)
         progress = self.book.read(load)
