@@ -1,18 +1,18 @@
-"""The run's control logic as a state machine: sheets, reports, commits, terms, requests. No I/O, no clock.
+"""The run's control logic as a state machine: what follows from reports, answers, losses, offences. No I/O, no clock.
 
-The shell (``session.py``) sends what it says to send, feeds it the answers, and acts on its other effects.
+The shell (``conductor.py``) sends what it says to send, feeds it the answers, and acts on its other effects. Beside it,
+each with its own data: ``steps.py`` (which are open), ``questions.py``, ``returning.py`` (the way back to one state),
+``verdict.py`` (what a step comes to), ``offences.py``, ``records.py`` (what is written down).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
-from edgesplit import verdict
+from edgesplit import records, verdict
 from edgesplit.codecs import Packed, pack
-from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Offended, Replied, StepDone
+from edgesplit.effects import Effect, Failed, NodeChanged, Offended, Replied, StepDone
 from edgesplit.errors import NodeLost, RunError, TransportTimeout
 from edgesplit.offences import Offences, offenders
 from edgesplit.plan import Plan
@@ -256,7 +256,7 @@ class Coordinator:
         effects: list[Effect] = [Replied(question.number, question.replies)]
         if question.point is not None:
             self.line.rebase(question.point, self._standing())
-            return [self._note_base(), *effects]
+            return [records.begun(self.line, self.term), *effects]
         return effects
 
     def tick(self, now: float) -> list[Effect]:
@@ -283,21 +283,9 @@ class Coordinator:
         if self.on_lost == "continue" and self.line.base.load > 0 and (plan := without(self.plan, lost)) is not None:
             return self._leave_out(lost, plan, now)
         patience = {"stop": 0.0, "wait": self.patience, "continue": INDISPENSABLE_S}[self.on_lost]
-        overdue = {node: absence for node, absence in lost.items() if now - absence.since >= patience}
-        if not overdue:
-            return []
-        names = ", ".join(f"{node!r} ({absence.reason})" for node, absence in overdue.items())
-        late = "" if self.on_lost == "stop" else f" and did not come back within {patience:g} s"
-        return [Failed(NodeLost(f"node {names} was lost {self._where()}{late}"))]
-
-    def _note_base(self) -> Noted:
-        line = self.line
-        cuts = [[term, *point] for term, point in line.cuts]
-        return Noted({"base": [*line.base], "term": self.term, "standing": [*astuple(line.origin)], "cuts": cuts})
-
-    def _note_cut(self) -> Noted:
-        term, point = self.line.cuts[-1]
-        return Noted({"cut": [*point], "term": term})
+        late = f" and did not come back within {patience:g} s" if self.on_lost != "stop" else ""
+        overdue = [f"{node!r} ({one.reason})" for node, one in lost.items() if now - one.since >= patience]
+        return [Failed(NodeLost(f"node {', '.join(overdue)} was lost {self._where()}{late}"))] if overdue else []
 
     def missing(self) -> list[str]:
         """Who is waited for."""
@@ -346,7 +334,7 @@ class Coordinator:
             asked = self._returning.second(self.line, kept, self.plan, self.loss_scale.value, self.spare)
         except NodeLost as error:
             return [Failed(error)]
-        return [self._note_cut(), *self._inquire(asked)]
+        return [records.cut(self.line), *self._inquire(asked)]
 
     # -- another plan
 
@@ -385,8 +373,7 @@ class Coordinator:
         self._progress_at = now
         self.line, self.term = line, max(term, self.term) + 1
         self.steps.next_micro = max(micro, self.steps.next_micro)
-        noted = Noted({"again": [*line.base], "term": self.term}) if line.ended else self._note_base()
-        return [noted, *self._inquire(self._returning.first(self._nodes, given=True))]
+        return [records.taken_up(line, self.term), *self._inquire(self._returning.first(self._nodes, given=True))]
 
     def _go_on(self, now: float) -> list[Effect]:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
@@ -438,7 +425,7 @@ class Coordinator:
 
     def _close(self, entry: Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
+            return [*self._tell_ended(entry), *self._tell(entry, entry.done(applied=True))]
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
@@ -479,37 +466,15 @@ class Coordinator:
     def _end(self, entry: Open, *, applied: bool) -> list[Effect]:
         """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
         counts = applied or not self.synchronous
-        for device, share in entry.due.draft.shares.items():
-            if device not in entry.step.batches and share.samples:
-                self.missed.setdefault(device, {})[entry.step.step] = share.samples
-        standing = self._standing()
-        self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, standing))
-        done = self._done(entry, applied=applied)
-        noted = {
-            "step": done.step,
-            "term": self.term,
-            "micro": self.steps.next_micro,
-            "participants": entry.participants,
-            "applied": applied,
-            "counts": counts,
-            "standing": astuple(standing),
-            "loss": done.loss if math.isfinite(done.loss) else None,
-            "weight": done.weight,
-            "samples": done.samples,
-        }
-        return [Noted(noted), *self._tell(entry, done)]
+        for device, samples in entry.left_out().items():
+            self.missed.setdefault(device, {})[entry.step.step] = samples
+        ended, done = Ended(entry.due.draft, entry.participants, counts, self._standing()), entry.done(applied=applied)
+        self.line.ended.append(ended)
+        return [records.ended(ended, done, self.term, self.steps.next_micro), *self._tell(entry, done)]
 
     @staticmethod
     def _tell(entry: Open, done: StepDone) -> list[Effect]:
         return [] if entry.due.told else [done]
-
-    @staticmethod
-    def _done(entry: Open, *, applied: bool) -> StepDone:
-        loss, weight = verdict.loss_of(entry.reports)
-        metrics = verdict.add_metrics([report.metrics for report in entry.in_order().values()])
-        shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
-        samples = sum(n for device, n in shares.items() if device in entry.step.batches)
-        return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
 
     def _without_the_guilty(self, entry: Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
         """Skip a step, or have it done again without those who have spoilt too many."""
@@ -530,20 +495,15 @@ class Coordinator:
         commit = Commit(entry.step.step, False, 1.0, self.loss_scale.value)
         effects: list[Effect] = [self._send(node, "commit", commit.meta()) for node in self._nodes]
         self.line.cut(self.term, Point(self.line.base.load, entry.step.step - 1))
-        effects += [self._note_cut(), *self._end(entry, applied=False)]
+        effects += [records.cut(self.line), *self._end(entry, applied=False)]
         if self._skipped_in_row >= self.max_skipped:
             return [*effects, Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped))]
         again = [later.due for later in self.steps.open]
         self.steps.open.clear()
         return [*effects, *(self._publish(again, now) if again else [])]
 
-    def _commit(
-        self,
-        nodes: Sequence[str],
-        commit: Commit,
-        sums: Sums,
-        weights: Weights,
-    ) -> list[Effect]:
+    def _commit(self, nodes: Sequence[str], commit: Commit, sums: Sums, weights: Weights) -> list[Effect]:
+        """Tell nodes that a step counts, and of the layers that they share what all have added up."""
         effects: list[Effect] = []
         for node in nodes:
             layers = {layer for layer, holders in self._shared.items() if node in holders}

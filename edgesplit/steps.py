@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from edgesplit import verdict
 from edgesplit.codecs import Packed
+from edgesplit.effects import StepDone
 from edgesplit.plan import Plan
 from edgesplit.protocol import Report
 from edgesplit.recovery import Ended
@@ -46,6 +48,19 @@ class Open:
     def missing(self) -> list[str]:
         """Who has not reported."""
         return [node for node in self.participants if node not in self.reports]
+
+    def left_out(self) -> dict[str, int]:
+        """Devices whose samples it is done without, and how many."""
+        shares = self.due.draft.shares.items()
+        return {device: share.samples for device, share in shares if device not in self.step.batches and share.samples}
+
+    def done(self, *, applied: bool) -> StepDone:
+        """What is told of it when all have reported."""
+        loss, weight = verdict.loss_of(self.reports)
+        metrics = verdict.add_metrics([report.metrics for report in self.in_order().values()])
+        shares = self.due.draft.shares.items()
+        samples = sum(share.samples for device, share in shares if device in self.step.batches)
+        return StepDone(self.step.step, loss, weight, samples, applied, metrics)
 
 
 @dataclass

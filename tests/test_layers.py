@@ -32,7 +32,7 @@ LAYERS = [
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
         "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
-        "effects", "verdict", "questions", "steps", "returning",
+        "effects", "verdict", "questions", "steps", "returning", "records",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
