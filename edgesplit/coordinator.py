@@ -144,7 +144,8 @@ class Coordinator:
     ) -> tuple[int, list[Effect]]:
         """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered.
 
-        Nodes that were left out are not asked.
+        Nodes that were left out are not asked. If somebody is left out while weights are given out (``load``), nobody
+        has taken them, and there are no replies: give out all that the nodes held, not what had changed since.
         """
         self._progress_at = now
         to = {node: part for node, part in to.items() if node in self._nodes}
@@ -159,6 +160,8 @@ class Coordinator:
         return question.number, self._ask(question)
 
     def _ask(self, question: Question) -> list[Effect]:
+        if not question.asked:
+            return self._answered(question)  # nobody is left to
         return [self._send(node, *part) for node, part in self.questions.ask(question).items()]
 
     # -- events
@@ -252,9 +255,12 @@ class Coordinator:
         if recovers:
             self.questions.recovery = None
             return self._recovering(question.replies, now)
+        return self._answered(question)
+
+    def _answered(self, question: Question) -> list[Effect]:
         del self.questions.open[question.number]
         effects: list[Effect] = [Replied(question.number, question.replies)]
-        if question.point is not None:
+        if question.point is not None and question.replies:
             self.line.rebase(question.point, self._standing())
             return [records.begun(self.line, self.term), *effects]
         return effects

@@ -43,8 +43,16 @@ class Returning:
         return "assign", {**self.assigned[node], "again": True}, {}
 
     def anew(self, asked: Asked, nodes: Collection[str]) -> Asked:
-        """What the nodes of another plan are asked now: who is still to be told a part must be told that of now."""
-        return {node: self.part(node) if ask[0] == "assign" else ask for node, ask in asked.items() if node in nodes}
+        """What the nodes of another plan are asked now.
+
+        Who is still to be told a part must be told that of now. Weights that were being given out are withdrawn: who
+        gives them out knows what of them is right after steps that are done again without somebody.
+        """
+        found: dict[str, Part] = {}
+        for node, ask in asked.items():
+            if node in nodes and ask[0] != "load":
+                found[node] = self.part(node) if ask[0] == "assign" else ask
+        return found
 
     def first(self, nodes: Sequence[str], *, given: bool) -> Asked:
         """What to ask at first; ``given``: weights have been given out."""

@@ -132,7 +132,6 @@ class Training:
         self.held: dict[str, Held] = {}
         self._judged: dict[tuple[str, str], Judged] = {}  # of this round: group, node
         self._as_most: dict[str, str] = {}  # of replicas that must be equal: group -> a node whose is as most are
-        self._next: Plan | None = None  # of the next round
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
@@ -165,17 +164,8 @@ class Training:
 
     def load(self) -> None:
         """Give every node its layers: the model's weights."""
-        to = {}
-        given = {}
-        for node in self.plan.nodes():
-            arrays = given[node] = self._initial(node)
-            meta = {
-                "reset_optimizer": list(self.plan.layers_of(node)),
-                "reset_round": True,
-                "loss_scale": self.conductor.coordinator.loss_scale.value,
-            }
-            to[node] = (meta, pack(arrays, "raw"))
-        self.conductor.ask("load", to)
+        given = {node: self._initial(node) for node in self.plan.nodes()}
+        self._load_all(given, loss_scale=self.conductor.coordinator.loss_scale.value)
         self._given = given
 
     def take_up(
@@ -214,10 +204,21 @@ class Training:
 
     def _spare(self, node: str) -> dict[str, Packed] | None:
         """What a node held when the weights were last given out; None where its optimizer's state is not known."""
-        return pack(self._given[node], "raw") if node in self._given else None
+        return pack(self._of(node, self._given[node]), "raw") if node in self._given else None
+
+    def _of(self, node: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
+        """What is of layers that the node holds: it may hold fewer, since others were left out."""
+        names = {name for names in self.names.of(self.plan.layers_of(node)) for name in names}
+        return {key: array for key, array in arrays.items() if key.partition("/")[2].partition("//")[0] in names}
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a node can be left out in the middle of anything: the others are then given all that they held."""
+        return self.experiment.on_lost == "continue" or self.experiment.limits.quarantine_after is not None
 
     def fetch(self, *, optimizer: bool) -> None:
         """Ask every node for what it holds."""
+        optimizer = optimizer or self._may_leave_out
         replies = self.conductor.ask("fetch", {node: ({"optimizer": optimizer}, {}) for node in self.plan.nodes()})
         self.held = {node: self._read(node, reply) for node, reply in replies.items()}
         self._whole = optimizer
@@ -314,11 +315,8 @@ class Training:
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start
-            wanted = optimizer or self.experiment.federation.optimizer_state == "average"
-            # Who is left out in the next round has it done again by the others, from what all held at its beginning.
-            self.fetch(optimizer=wanted or self.experiment.limits.quarantine_after is not None)
+            self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
             self._judge(drafts)
-            self._next = self.conductor.coordinator.next_plan()
             return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
@@ -399,20 +397,38 @@ class Training:
         for node, arrays in changed.items():
             self.held[node].arrays |= arrays
         reset = self._reset(results)
-        if self._next is not None and self._next.routes != self.plan.routes:
-            changed = self._change_plan(self._next, changed)
+        before, after = self.plan, self.conductor.coordinator.next_plan()
+        if after.routes == before.routes:
+            after = before
+        else:
+            changed = self._change_plan(after, changed)
+        self._give_out(changed, reset, after)
         self._group(self.plan)
-        meta = {node: {"reset_round": True, "reset_optimizer": reset} for node in changed}
-        self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
-        self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
+        self._given = {n: dict(self.held[n].arrays) for n in self.plan.nodes() if n in self.held} if self._whole else {}
+
+    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan) -> None:
+        """Give the nodes of a plan what has changed; where some are left out meanwhile, the others all that they held.
+
+        Steps are then done again without those, and what has changed would come onto other weights than it is of.
+        """
+        asked: Asked = {
+            n: ({"reset_round": True, "reset_optimizer": [*reset]}, pack(a, "raw")) for n, a in changed.items()
+        }
+        replies = self.conductor.ask("load", asked) if self.plan is plan else {}
+        while not replies:
+            replies = self._load_all({node: self._of(node, self.held[node].arrays) for node in self.plan.nodes()})
+
+    def _load_all(self, arrays: Mapping[str, Arrays], **meta: Any) -> Mapping[str, Message]:
+        """Give every node all that it holds."""
+        told = {n: {"reset_round": True, "reset_optimizer": [*self.plan.layers_of(n)], **meta} for n in arrays}
+        return self.conductor.ask("load", {node: (told[node], pack(part, "raw")) for node, part in arrays.items()})
 
     def adopt_plan(self) -> bool:
         """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
 
         Only the layers that change hands are sent, with their optimizers' state.
         """
-        self._next = self.conductor.coordinator.next_plan()
-        if self._next.routes == self.plan.routes:
+        if self.conductor.coordinator.next_plan().routes == self.plan.routes:
             return False
         if not self.held:  # before the first round
             self.held = {node: Held(dict(arrays)) for node, arrays in self._given.items()}

@@ -16,6 +16,7 @@ from edgesplit.logbook import Progress, begun, last_of, progress_of
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit
 from edgesplit.recovery import Line, Point, Standing
+from edgesplit.replanning import moved
 from edgesplit.roster import OnLost
 from edgesplit.sheets import Agenda, Draft, evaluation
 from edgesplit.task import COORDINATOR
@@ -295,7 +296,6 @@ class Driver:
         left = trial.rounds[number - 1][len(done) :]
         sheets = [left[:1], left[1:]] if trial.cut else [left]
         done += yield Train(sheets)
-        after = self.coordinator.next_plan()
         replies = yield Ask("fetch", {node: ({}, {}) for node in self.plan.nodes()})
         held = {node: {int(name): value for name, value in unwrap(reply).items()} for node, reply in replies.items()}
         found = trial.expect(number, self.plan)
@@ -304,7 +304,7 @@ class Driver:
             assert layers == {la: found.weights[node, la] for la in layers}, "the weights are those of one process"
             weights = {la: w for la, w in replies[node].meta["weights"] if w}
             assert weights == {la: w for (n, la), w in found.totals.items() if n == node}
-        yield from self._distribute(held, found.mixed, after)
+        yield from self._distribute(held, found.mixed)
         trial.begins(number + 1, self.given)
         if tests := trial.test_drafts(number):
             told = yield Train([tests], evaluate=True)
@@ -313,17 +313,25 @@ class Driver:
         if number % trial.every == 0:
             yield Save(self._save(number))
 
-    def _distribute(self, held: Held, mixed: dict[int, int], after: Plan) -> Script:
-        """Give replicas what has changed, and where somebody comes or goes, everybody another plan."""
+    def _distribute(self, held: Held, mixed: dict[int, int]) -> Script:
+        """As Training: give replicas what has changed, and where somebody comes or goes, everybody another plan."""
         changed = {node: {la: mixed[la] for la in layers if la in mixed} for node, layers in held.items()}
         whole = {node: layers | changed[node] for node, layers in held.items()}
-        if after.routes != self.plan.routes:
+        before, after = self.plan, self.coordinator.next_plan()
+        if after.routes == before.routes:
+            after = before
+        else:
             self.given = spread(self.given, after)
             told = self.coordinator.take_plan(after)
             yield Ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
             whole = spread(whole, after)
-        # Whoever is left out from here on has the round done again without it: what is given out must not depend on it.
-        yield self._load(changed if self.trial.on_lost == "wait" else whole)
+            changed = {
+                node: {la: value for la, value in whole[node].items() if la in new or la in changed.get(node, {})}
+                for node, new in moved(before, after).items()
+            }
+        replies = (yield self._load(changed)) if self.plan is after else {}
+        while not replies:  # somebody was left out
+            replies = yield self._load(whole)
         self.given = {node: whole[node] for node in self.plan.nodes()}
 
     def _load(self, arrays: Held) -> Ask:
