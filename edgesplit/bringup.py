@@ -16,13 +16,14 @@ from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
+from edgesplit.holding import Names
 from edgesplit.methods import Method, check
 from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.sheets import Agenda, Cutting
 from edgesplit.topology import Topology
-from edgesplit.training import Names, Training, sizes_of
+from edgesplit.training import Training, sizes_of
 from edgesplit.transport.base import Transport
 from edgesplit.verdict import LossScale
 

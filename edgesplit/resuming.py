@@ -11,6 +11,7 @@ from edgesplit.coordinator import Coordinator
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
+from edgesplit.holding import spread
 from edgesplit.logbook import Logbook
 from edgesplit.recovery import Standing
 from edgesplit.training import Training
@@ -91,7 +92,7 @@ def take_up(
     changed = changes(position, experiment)
     load = int(position.extra.get("load", 1))
     progress = logbook.read(load) if not changed else None  # the round began with other options
-    held = training.spread(found.nodes, training.plan)
+    held = spread(found.nodes, training.plan, training.names)
     training.take_up(load, held, progress, standing, position.round + 1, logbook.last())
     return position, changed
 

@@ -371,7 +371,7 @@ class Driver:
 
 
 def spread(nodes: Held, plan: Plan) -> Held:
-    """What each node of a plan is to hold, as Training.spread says."""
+    """What each node of a plan is to hold, as holding.spread says."""
     some = {layer: value for node in sorted(nodes) for layer, value in nodes[node].items()}
     return {n: {la: nodes.get(n, {}).get(la, some[la]) for la in plan.layers_of(n)} for n in plan.nodes()}
 
