@@ -314,28 +314,36 @@ class Training:
         for node, arrays in changed.items():
             self.held[node].arrays |= arrays
         reset = self._reset(results)
+        missed = {device: dict(steps) for device, steps in self.conductor.coordinator.missed.items()}
         before, after = self.plan, self.conductor.coordinator.next_plan()
         if after.routes == before.routes:
             after = before
         else:
             changed = self._change_plan(after, changed)
-        self._give_out(changed, reset, after)
+        if self._give_out(changed, reset, after):
+            self.conductor.coordinator.missed = missed  # what was done again counts for nothing
         self._group(self.plan)
         self._given = {n: dict(self.held[n].arrays) for n in self.plan.nodes() if n in self.held} if self._whole else {}
 
-    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan) -> None:
+    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan) -> bool:
         """Give the nodes of a plan what has changed; where some are left out meanwhile, the others all that they held.
 
         Steps are then done again without those, and what has changed would come onto other weights than it is of.
+
+        Returns:
+            Whether some were left out.
         """
         asked: Asked = {
             n: ({"reset_round": True, "reset_optimizer": [*reset]}, pack(a, "raw")) for n, a in changed.items()
         }
         replies = self.conductor.ask("load", asked) if self.plan is plan else {}
+        whole = not replies
         while not replies:
-            replies = self._load_all(
-                {node: self.names.own(self.plan.layers_of(node), self.held[node].arrays) for node in self.plan.nodes()}
-            )
+            mine = {
+                node: self.names.own(self.plan.layers_of(node), self.held[node].arrays) for node in self.plan.nodes()
+            }
+            replies = self._load_all(mine)
+        return whole
 
     def _load_all(self, arrays: Mapping[str, Arrays], **meta: Any) -> Mapping[str, Message]:
         """Give every node all that it holds."""

@@ -166,6 +166,7 @@ def test_who_fails_while_weights_are_given_out_is_left_out_from_the_next_round_o
     with open_session(plan, task, **how) as session:
         session.fit(1)
         assert session.plan.routes == rest.routes
+        assert session.training.conductor.coordinator.missed == {}
         session.fit(1)
         assert apart(session.weights(), want) == 0.0
 
