@@ -10,19 +10,22 @@ from edgesplit import assembly
 from edgesplit.assembly import Model
 from edgesplit.attendance import Attendance, Rule
 from edgesplit.conductor import Admit, Conductor
-from edgesplit.coordinator import Coordinator, LossScale, NodeChanged, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.emulation import describe as emulated_part
 from edgesplit.errors import ExperimentError, did_you_mean
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
+from edgesplit.holding import Names
 from edgesplit.methods import Method, check
 from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
 from edgesplit.plan import Plan
 from edgesplit.sheets import Agenda, Cutting
 from edgesplit.topology import Topology
-from edgesplit.training import Names, Training, sizes_of
+from edgesplit.training import Training, sizes_of
 from edgesplit.transport.base import Transport
+from edgesplit.verdict import LossScale
 
 FIRST_LOSS_SCALE = 65536.0
 """Where a dynamic loss scale begins its search, as torch's does."""
@@ -178,7 +181,7 @@ def assign(training: Training, model: Model, method: Method, reference: Mapping[
     replies = conductor.ask("assign", {node: (meta, {}) for node, meta in parts(plan).items()})
     sizes: dict[str, Sequence[int]] = {device: sizes_of(replies[device], "train") for device in devices}
     training.test_sizes = {device: sizes_of(replies[device], "test") for device in devices}
-    _check_cutting(conductor.coordinator.cutting, method, plan, sizes)
+    _check_cutting(conductor.coordinator.steps.cutting, method, plan, sizes)
     training.agenda = agenda = Agenda(sizes)
     agenda.lr = assembly.lr_of(model.task, experiment, training.total_steps(experiment.rounds))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgesplit.coordinator import NodeChanged, StepDone
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.training import RoundDone
 
 STOP = "stop"

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Offended, Replied, StepDone
 from edgesplit.errors import (
     EdgesplitError,
     FrameError,
@@ -21,7 +22,6 @@ from edgesplit.errors import (
 )
 from edgesplit.observe.audit import Audit
 from edgesplit.observe.recorder import Recorder
-from edgesplit.offences import Offended
 from edgesplit.plan import Plan
 from edgesplit.protocol import Send
 from edgesplit.recovery import Line
@@ -314,7 +314,7 @@ class Conductor:
             raise FrameError(f"{message.kind!r} of {message.sender!r} tells of events that are no list")
         for event in [_event(message, row) for row in rows]:
             self.recorder.add(event)
-            self.coordinator.observe(event)
+            self.coordinator.steps.observe(event)
 
     def stop(self, nodes: Sequence[str], timeout: float, error: str | None = None) -> dict[str, str]:
         """Tell the nodes to stop, and ``error`` if that is why.

@@ -1,160 +1,39 @@
-"""The run's control logic as a state machine: sheets, reports, commits, terms, requests. No I/O, no clock.
+"""The run's control logic as a state machine: what follows from reports, answers, losses, offences. No I/O, no clock.
 
-The shell (``session.py``) sends what it says to send, feeds it the answers, and acts on its other effects.
+The shell (``conductor.py``) sends what it says to send, feeds it the answers, and acts on its other effects. Beside it,
+each with its own data: ``steps.py`` (which are open), ``questions.py``, ``returning.py`` (the way back to one state),
+``verdict.py`` (what a step comes to), ``offences.py``, ``records.py`` (what is written down).
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from itertools import count
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.errors import FrameError, NodeLost, RunError, TransportTimeout
-from edgesplit.offences import Offences, Offended, offenders
+from edgesplit import records, verdict
+from edgesplit.codecs import Packed, pack
+from edgesplit.effects import Effect, Failed, NodeChanged, Offended, Replied, StepDone
+from edgesplit.errors import NodeLost, RunError, TransportTimeout
+from edgesplit.offences import Offences, offenders
 from edgesplit.plan import Plan
 from edgesplit.protocol import MOST_REASON, Commit, Report, Send, Sheet
+from edgesplit.questions import Asked, Question, Questions
 from edgesplit.recovery import Ended, Line, Point, Standing, kept_of
 from edgesplit.replanning import without
+from edgesplit.returning import Returning, Spare, assigns
 from edgesplit.roster import Absence, OnLost, Roster
-from edgesplit.schedule import Event, Micro, Step
-from edgesplit.sharing import AHEAD, Router
-from edgesplit.sheets import Cutting, Draft, number
+from edgesplit.sharing import Router
+from edgesplit.sheets import Cutting, Draft
+from edgesplit.steps import Due, Open, Steps
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """Effect: a step has ended. ``loss`` is the weighted mean over the step (nan where it has no weight)."""
-
-    step: int
-    loss: float
-    weight: float
-    samples: int
-    applied: bool
-    metrics: Mapping[str, Mapping[str, tuple[float, float]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Replied:
-    """Effect: every node asked has answered a request."""
-
-    request: int
-    replies: Mapping[str, Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Effect: the run cannot go on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class NodeChanged:
-    """Effect: what has become of a node.
-
-    Attributes:
-        state: ``lost``; ``back`` with all it had; ``returned`` with an empty memory, and then ``recovered``, when all
-            nodes are in one state again; ``left`` out of the round; ``waits`` for the next one; ``forgetful``, if it
-            cannot keep its state.
-        reason: why it was lost, where the fleet goes on, or what its disk says.
-    """
-
-    node: str
-    state: Literal["lost", "back", "returned", "recovered", "left", "waits", "forgetful"]
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """Effect: something to be written down, for a coordinator that has to go on from here (see ``logbook.py``)."""
-
-    record: Mapping[str, Any]
-
-
-Effect = Send | StepDone | Replied | NodeChanged | Noted | Offended | Failed
-
-Spare = Callable[[str], Mapping[str, Packed] | None]
-"""What a node held when the weights were last given out; None: that is not known."""
-
-
-@dataclass
-class LossScale:
-    """What the loss is multiplied by before the backward (Micikevicius et al., 2018, section 3.2)."""
-
-    value: float = 1.0
-    dynamic: bool = False
-    growth_interval: int = 2000
-    good: int = 0
-
-    def note(self, finite: bool) -> bool:
-        """Note a step's outcome; return whether a non-finite one was only the scale's search."""
-        if not self.dynamic:
-            return False
-        if finite:
-            self.good += 1
-            if self.good % self.growth_interval == 0:
-                self.value *= 2.0
-            return False
-        self.good = 0
-        searching = self.value > 1.0
-        self.value = max(self.value / 2.0, 1.0)
-        return searching
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """A step to be issued; ``told``: its end was told of before it was taken back."""
-
-    draft: Draft
-    evaluate: bool
-    told: bool = False
-
-
-@dataclass
-class _Open:
-    """A step that was issued and has not ended."""
-
-    due: _Due
-    step: Step
-    participants: tuple[str, ...]
-    reports: dict[str, Report] = field(default_factory=dict)
-    arrays: dict[str, Mapping[str, Packed]] = field(default_factory=dict)
-
+from edgesplit.verdict import LossScale, Sums, Weights
 
 INDISPENSABLE_S = 600.0
 """How long a node is waited for that the others cannot do without."""
 
 Reassign = Callable[[Plan], Mapping[str, Mapping[str, Any]]]
 """Another plan -> what each of its nodes is to be told."""
-
-_Part = tuple[str, Mapping[str, Any], Mapping[str, Packed]]
-
-Asked = Mapping[str, _Part]
-"""Node -> kind, meta and arrays of what it is asked."""
-
-
-@dataclass
-class _Request:
-    """A question that is open. ``then``: what is done with the answers; None: they are handed out.
-
-    Each time that it is asked it has another ``asking`` number, so that no answer to an earlier time counts.
-    """
-
-    number: int
-    asked: Asked
-    then: Callable[[Mapping[str, Message], float], list[Effect]] | None = None
-    replies: dict[str, Message] = field(default_factory=dict)
-    asking: int = 0
-    point: Point | None = None  # of the weights that a load gives out
-    due: bool = False  # to be asked again
 
 
 class Coordinator:
@@ -191,12 +70,10 @@ class Coordinator:
         patience: float = 60.0,
         first_request: int = 1,
     ) -> None:
-        self.cutting = cutting
         self.synchronous, self.clip_norm = synchronous, clip_norm
         self.loss_scale = loss_scale or LossScale()
         self.max_skipped, self.step_timeout = max_skipped, step_timeout
         self.term = 0
-        self.next_micro = 0
         self.skipped = 0
         self._skipped_in_row = 0
         self._adds = add_replicas
@@ -204,23 +81,16 @@ class Coordinator:
         self.known = set(plan.nodes())
         self.reassign: Reassign = lambda plan: {}
         self.missed: dict[str, dict[int, int]] = {}  # device -> step -> samples that were left out
-        self.router = Router() if plan.peers else None
+        self.steps = Steps(cutting, Router() if plan.peers else None)
         self._set_plan(plan)
-        self._open: deque[_Open] = deque()
-        self._later: list[_Due] = []  # to be published when there is room: nodes that share are chosen late
-        self._again: list[_Due] = []  # taken back, to be issued when the fleet has recovered
-        self._requests: dict[int, _Request] = {}
-        self._recovery: _Request | None = None
-        self._request_numbers = count(first_request)
+        self.questions = Questions(first_request)
         self._progress_at: float | None = None
         self.on_lost, self.patience = on_lost, patience
         self.offences = Offences(quarantine_after)
         self.roster = Roster()
         self.line = Line(Point(0, -1), self._standing())
         self.spare: Spare = lambda node: None
-        self._assigned: dict[str, Mapping[str, Any]] = {}  # what each node was told at first
-        self._fresh: set[str] = set()  # nodes that have not been told their part: they are in a new life, or it changed
-        self._returned: set[str] = set()  # nodes in a new life that the fleet has not recovered from
+        self._returning = Returning()
         self._malformed: dict[str, str] = {}  # what was wrong with the last message of a node that was dropped
         self.like: Mapping[str, tuple[tuple[int, ...], str]] = {}  # "layer/parameter" -> shape and dtype
 
@@ -230,13 +100,13 @@ class Coordinator:
         self._devices = [route.device for route in plan.routes]
         shared = {layer: nodes for layer, nodes in plan.replicas().items() if len(nodes) > 1}
         self._shared = shared if self._adds else {}
-        if self.router is not None:
-            self.router.adopt(plan)
+        if self.steps.router is not None:
+            self.steps.router.adopt(plan)
 
     @property
     def busy(self) -> bool:
         """Whether steps are open or requests unanswered."""
-        return bool(self._open or self._later or self._requests or self._again or self._recovery)
+        return self.steps.busy or self.questions.busy
 
     @property
     def barrier(self) -> bool:
@@ -248,54 +118,21 @@ class Coordinator:
 
     def issue(self, drafts: Sequence[Draft], now: float, *, evaluate: bool = False) -> list[Effect]:
         """Publish the steps ahead to every node."""
-        dues = [_Due(draft, evaluate) for draft in drafts]
-        if self._later:
-            self._later += dues
+        dues = [Due(draft, evaluate) for draft in drafts]
+        if self.steps.later:
+            self.steps.later += dues
             return []
         return self._publish(dues, now)
 
-    def _publish(self, dues: Sequence[_Due], now: float) -> list[Effect]:
-        """Number the steps of one sheet and send it; all train, or all evaluate."""
+    def _publish(self, dues: Sequence[Due], now: float) -> list[Effect]:
+        """Send the sheet of these steps, or of those for which there is room."""
         self._progress_at = now
-        opened = []
-        if self.router is not None:
-            room = max(AHEAD - len(self._open), 0)
-            other = (at for at, due in enumerate(dues) if due.evaluate != dues[0].evaluate)
-            room = min(room, next(other, room))
-            dues, self._later = dues[:room], [*dues[room:], *self._later]
-        routes = self._routes if self.router is not None else None
-        for due in dues:
-            step = number(due.draft, self.cutting, self.next_micro, self._devices, routes)
-            self.next_micro += len(step.micros)
-            opened.append(_Open(due, step, self._participants(step, due.evaluate)))
-        self._open.extend(opened)
-        evaluate = any(due.evaluate for due in dues)
+        sharing = {node for nodes in self._shared.values() for node in nodes}
+        opened = self.steps.publish(dues, self.plan, sharing, self.roster.lost)
+        evaluate = any(entry.due.evaluate for entry in opened)
         sheet = Sheet(tuple(entry.step for entry in opened), evaluate, self.loss_scale.dynamic and not evaluate)
         sends: list[Effect] = [self._send(node, "sheet", sheet.meta()) for node in self._nodes]
         return [*sends, *self._close_complete(now)]
-
-    def _routes(self, micros: Sequence[Micro]) -> Sequence[int]:
-        """Choose the micro-batches' ways: where nodes share work those that are quick and there."""
-        if self.router is None:
-            return [0] * len(micros)
-        return self.router.routes(self.plan, micros, self.roster.lost)
-
-    def observe(self, event: Event) -> None:
-        """Learn from a report what an action took, so that the steps to come go round the slow."""
-        entry = next((entry for entry in self._open if entry.step.step == event.step), None)
-        if self.router is not None and entry is not None and not entry.due.evaluate and entry.step.micros:
-            at = event.action.micro - entry.step.micros[0].micro
-            if 0 <= at < len(entry.step.micros):
-                micro = entry.step.micros[at]
-                self.router.observe(event, micro.stop - micro.start)
-
-    def _participants(self, step: Step, evaluate: bool) -> tuple[str, ...]:
-        if not step.micros:
-            return ()  # nobody has samples: there is nothing to do or to wait for
-        on_route = {place.node for m in step.micros for place in self.plan.path(m.device, m.route)}
-        if not evaluate:
-            on_route |= {node for nodes in self._shared.values() for node in nodes}
-        return tuple(node for node in self._nodes if node in on_route)
 
     # -- requests
 
@@ -307,28 +144,25 @@ class Coordinator:
     ) -> tuple[int, list[Effect]]:
         """Ask nodes for something; :class:`Replied` with the number returned comes when all have answered.
 
-        Nodes that were left out are not asked.
+        Nodes that were left out are not asked. If somebody is left out while weights are given out (``load``), nobody
+        has taken them, and there are no replies: give out all that the nodes held, not what had changed since.
         """
         self._progress_at = now
         to = {node: part for node, part in to.items() if node in self._nodes}
         asked = {node: (kind, meta, arrays) for node, (meta, arrays) in to.items()}
-        request = _Request(next(self._request_numbers), asked)
+        point = None
         if kind == "assign":
-            self._assigned |= {node: meta for node, (meta, _) in to.items()}
+            self._returning.assigned |= {node: meta for node, (meta, _) in to.items()}
         elif kind == "load":
-            request.point = Point(self.line.base.load + 1, self.line.point().step)
-            told = {"point": [*request.point]}
-            request.asked = {node: (kind, {**meta, **told}, arrays) for node, (meta, arrays) in to.items()}
-        self._requests[request.number] = request
-        return request.number, self._ask(request)
+            point = Point(self.line.base.load + 1, self.line.point().step)
+            asked = {node: (kind, {**meta, "point": [*point]}, arrays) for node, (meta, arrays) in to.items()}
+        question = self.questions.put(asked, point)
+        return question.number, self._ask(question)
 
-    def _ask(self, request: _Request) -> list[Effect]:
-        request.asking = next(self._request_numbers) if request.asking else request.number
-        request.replies.clear()
-        return [
-            self._send(node, kind, {**meta, "request": request.asking}, arrays)
-            for node, (kind, meta, arrays) in request.asked.items()
-        ]
+    def _ask(self, question: Question) -> list[Effect]:
+        if not question.asked:
+            return self._answered(question)  # nobody is left to
+        return [self._send(node, *part) for node, part in self.questions.ask(question).items()]
 
     # -- events
 
@@ -405,28 +239,30 @@ class Coordinator:
         return [NodeChanged(node, "lost", reason)]
 
     def _where(self) -> str:
-        return f"in step {self._open[0].step.step}" if self._open else "between two steps"
+        return f"in step {self.steps.open[0].step.step}" if self.steps.open else "between two steps"
 
     def _reply(self, message: Message, now: float) -> list[Effect]:
-        wanted = message.meta.get("request")
-        asked = [*self._requests.values(), *([self._recovery] if self._recovery is not None else [])]
-        request = next((request for request in asked if request.asking == wanted), None)
-        if request is None or message.sender not in request.asked:
+        question = self.questions.answered_by(message)
+        if question is None:
             return []
         self._progress_at = now
-        if request.then is not None:
+        recovers = question is self.questions.recovery
+        if recovers:
             kept_of(message.meta)  # one that is malformed is no answer
-        request.replies[message.sender] = message
-        if len(request.replies) < len(request.asked):
+        question.replies[message.sender] = message
+        if len(question.replies) < len(question.asked):
             return []
-        if request.then is not None:
-            self._recovery = None
-            return request.then(request.replies, now)
-        del self._requests[request.number]
-        effects: list[Effect] = [Replied(request.number, request.replies)]
-        if request.point is not None:
-            self.line.rebase(request.point, self._standing())
-            return [self._note_base(), *effects]
+        if recovers:
+            self.questions.recovery = None
+            return self._recovering(question.replies, now)
+        return self._answered(question)
+
+    def _answered(self, question: Question) -> list[Effect]:
+        del self.questions.open[question.number]
+        effects: list[Effect] = [Replied(question.number, question.replies)]
+        if question.point is not None and question.replies:
+            self.line.rebase(question.point, self._standing())
+            return [records.begun(self.line, self.term), *effects]
         return effects
 
     def tick(self, now: float) -> list[Effect]:
@@ -439,7 +275,7 @@ class Coordinator:
         if now - self._progress_at < self.step_timeout:
             return []
         what = f"no progress {self._where()} for {self.step_timeout:g} s"
-        missing = self._missing()
+        missing = self.missing()
         wrong = [
             f"{node!r} sent a message that is none ({self._malformed[node]})"
             for node in missing
@@ -453,27 +289,15 @@ class Coordinator:
         if self.on_lost == "continue" and self.line.base.load > 0 and (plan := without(self.plan, lost)) is not None:
             return self._leave_out(lost, plan, now)
         patience = {"stop": 0.0, "wait": self.patience, "continue": INDISPENSABLE_S}[self.on_lost]
-        overdue = {node: absence for node, absence in lost.items() if now - absence.since >= patience}
-        if not overdue:
-            return []
-        names = ", ".join(f"{node!r} ({absence.reason})" for node, absence in overdue.items())
-        late = "" if self.on_lost == "stop" else f" and did not come back within {patience:g} s"
-        return [Failed(NodeLost(f"node {names} was lost {self._where()}{late}"))]
+        late = f" and did not come back within {patience:g} s" if self.on_lost != "stop" else ""
+        overdue = [f"{node!r} ({one.reason})" for node, one in lost.items() if now - one.since >= patience]
+        return [Failed(NodeLost(f"node {', '.join(overdue)} was lost {self._where()}{late}"))] if overdue else []
 
-    def _note_base(self) -> Noted:
-        line = self.line
-        cuts = [[term, *point] for term, point in line.cuts]
-        return Noted({"base": [*line.base], "term": self.term, "standing": [*astuple(line.origin)], "cuts": cuts})
-
-    def _note_cut(self) -> Noted:
-        term, point = self.line.cuts[-1]
-        return Noted({"cut": [*point], "term": term})
-
-    def _missing(self) -> list[str]:
-        if self._recovery is None and self._open:
-            return [node for node in self._open[0].participants if node not in self._open[0].reports]
-        asked = [self._recovery] if self._recovery is not None else list(self._requests.values())
-        return sorted({node for request in asked for node in request.asked if node not in request.replies})
+    def missing(self) -> list[str]:
+        """Who is waited for."""
+        if self.questions.recovery is None and self.steps.open:
+            return self.steps.open[0].missing()
+        return self.questions.missing()
 
     # -- nodes that start anew
 
@@ -484,30 +308,39 @@ class Coordinator:
             return []
         if message.sender not in self._nodes:
             return [] if here and not again else [NodeChanged(message.sender, "waits", "it joins with the next round")]
-        if not again or not self._assigned:
+        if not again or not self._returning.assigned:
             return []
         if self.on_lost == "stop":
             return [Failed(NodeLost(f"node {message.sender!r} was lost {self._where()} (it was started again)"))]
-        self._fresh.add(message.sender)
-        self._returned.add(message.sender)
+        self._returning.fresh.add(message.sender)
+        self._returning.returned.add(message.sender)
         return [NodeChanged(message.sender, "returned"), *self._recover(now)]
 
     def _recover(self, now: float) -> list[Effect]:
         """Begin to bring everybody back to one state: ask what they have kept. A recovery under way begins anew."""
         self._progress_at = now
-        for request in self._requests.values():  # an answer that still comes tells of a state that is taken back
-            request.asking, request.due = next(self._request_numbers), True
-            request.replies.clear()
-        parts: dict[str, _Part] = {
-            node: ("assign", {**self._assigned[node], "again": True}, {}) for node in self._fresh
-        }
-        if self.line.base.load == 0:  # no weights were given out yet: only the open question is asked again
-            if any(kind == "assign" for request in self._requests.values() for kind, _, _ in request.asked.values()):
-                return self._go_on({}, now)
-            return self._inquire(parts, self._go_on)
-        self.term += 1
-        parts |= {node: ("halt", {}, {}) for node in self._nodes if node not in self._fresh}
-        return self._inquire(parts, self._return)
+        self.questions.put_off()
+        given = self.line.base.load > 0
+        if not given and assigns(self.questions.open):
+            return self._go_on(now)
+        self.term += given
+        return self._inquire(self._returning.first(self._nodes, given=given))
+
+    def _inquire(self, asked: Asked) -> list[Effect]:
+        return self._ask(self.questions.inquire(asked))
+
+    def _recovering(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+        """All have answered: have them go back to the newest point that all have kept, or go on if they are there."""
+        if not self._returning.asks_what_was_kept:
+            return self._go_on(now)
+        kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
+        self.steps.take_back(self.line.rewind(self.term, self.line.common(kept) or 0))
+        self._resume_standing(self.line.standing())
+        try:
+            asked = self._returning.second(self.line, kept, self.plan, self.loss_scale.value, self.spare)
+        except NodeLost as error:
+            return [Failed(error)]
+        return [records.cut(self.line), *self._inquire(asked)]
 
     # -- another plan
 
@@ -515,22 +348,16 @@ class Coordinator:
         """Go on without these nodes: the others take another plan, and do again what is not final without them."""
         effects: list[Effect] = [NodeChanged(node, "left", absence.reason) for node, absence in lost.items()]
         self.take_plan(plan)
-        for request in self._requests.values():
-            request.asked = {
-                node: self._anew(node, *part) for node, part in request.asked.items() if node in self._nodes
-            }
-        self._fresh = set(self._nodes)
+        for question in self.questions.open.values():
+            question.asked = self._returning.anew(question.asked, self._nodes)
+        self._returning.fresh = set(self._nodes)
         return effects + self._recover(now)
-
-    def _anew(self, node: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed]) -> _Part:
-        """What a node is asked by the plan of now: whoever is still to be told another one must be told this."""
-        return (kind, {**self._assigned[node], "again": True}, {}) if kind == "assign" else (kind, meta, arrays)
 
     def take_plan(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
         """Work by another plan from now on; return what its nodes are to be told."""
         self._set_plan(plan)
-        self._assigned = dict(self.reassign(plan))
-        return self._assigned
+        self._returning.assigned = dict(self.reassign(plan))
+        return self._returning.assigned
 
     def want(self, plan: Plan) -> None:
         """Have another plan when the next round begins and its nodes are there."""
@@ -543,36 +370,6 @@ class Coordinator:
         missing |= self.offences.barred.keys()
         return without(self.wanted, missing) or self.plan
 
-    def _inquire(self, asked: Asked, then: Callable[[Mapping[str, Message], float], list[Effect]]) -> list[Effect]:
-        self._recovery = _Request(next(self._request_numbers), asked, then)
-        return self._ask(self._recovery)
-
-    def _return(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
-        """All have told what they have kept: have them go back to the newest point that all have."""
-        kept = {node: kept_of(reply.meta) for node, reply in replies.items()}
-        count = self.line.common(kept)
-        back = self.line.rewind(self.term, count or 0)
-        noted = self._note_cut()
-        opened = [entry.due for entry in self._open]
-        taken_back = (_Due(entry.draft, False, told=True) for entry in back)
-        self._again = [*taken_back, *opened, *self._again, *self._later]
-        self._later.clear()
-        self._open.clear()
-        self._resume_standing(self.line.standing())
-        point = {"point": [*self.line.point()], "loss_scale": self.loss_scale.value}
-        asked: dict[str, _Part] = {}
-        for node in replies:
-            own = self.line.newest(kept[node])
-            if own is not None:
-                asked[node] = ("return", {**point, "kept": own.to_json()}, {})
-            else:
-                arrays = self.spare(node)
-                if arrays is None:
-                    return [Failed(NodeLost(f"node {node!r} came back without what it had kept: resume the run"))]
-                layers = list(self.plan.layers_of(node))
-                asked[node] = ("load", {**point, "reset_optimizer": layers, "reset_round": True}, arrays)
-        return [noted, *self._inquire(asked, self._go_on)]
-
     def resume(self, line: Line, term: int, micro: int, now: float) -> list[Effect]:
         """Take up a run that has stopped somewhere on ``line``; all nodes have joined and been told their part.
 
@@ -580,37 +377,24 @@ class Coordinator:
             term, micro: the last term, and the next number of a micro-batch, as far as they are known.
         """
         self._progress_at = now
-        self.line, self.term, self.next_micro = line, max(term, self.term) + 1, max(micro, self.next_micro)
-        noted = Noted({"again": [*line.base], "term": self.term}) if line.ended else self._note_base()
-        return [noted, *self._inquire({node: ("halt", {}, {}) for node in self._nodes}, self._return)]
+        self.line, self.term = line, max(term, self.term) + 1
+        self.steps.next_micro = max(micro, self.steps.next_micro)
+        return [records.taken_up(line, self.term), *self._inquire(self._returning.first(self._nodes, given=True))]
 
-    def _go_on(self, replies: Mapping[str, Message], now: float) -> list[Effect]:
+    def _go_on(self, now: float) -> list[Effect]:
         """The fleet is in one state again: issue what was taken back, and ask again what was not answered."""
-        step = self.line.point().step
-        where = f"at the end of step {step}" if step >= 0 else "at the beginning"
-        effects: list[Effect] = [NodeChanged(node, "recovered", where) for node in sorted(self._returned)]
-        self._fresh.clear()
-        self._returned.clear()
-        return effects + self._catch_up(now)
+        return [*self._returning.over(self.line.point().step), *self._catch_up(now)]
 
     def _catch_up(self, now: float) -> list[Effect]:
-        """Once all issued steps have ended: issue what was taken back, training first, then ask what was not answered.
+        """Once all issued steps have ended: issue what was taken back, then ask what was not answered.
 
         A question must not overtake a step: one that is skipped leaves the nodes idle for a moment.
         """
-        if self._open or self._recovery is not None:
+        if self.steps.open or self.questions.recovery is not None:
             return []
-        if self._again:
-            evaluate = self._again[0].evaluate
-            ready = [due for due in self._again if due.evaluate == evaluate]
-            self._again = [due for due in self._again if due.evaluate != evaluate]
+        if ready := self.steps.taken_back():
             return self._publish(ready, now)
-        effects: list[Effect] = []
-        for request in self._requests.values():
-            if request.due:
-                request.due = False
-                effects += self._ask(request)
-        return effects
+        return [effect for question in self.questions.put_again() for effect in self._ask(question)]
 
     def _standing(self) -> Standing:
         return Standing(self.loss_scale.value, self.loss_scale.good, self.skipped, self._skipped_in_row)
@@ -625,62 +409,38 @@ class Coordinator:
         if message.term != self.term:
             return []
         report = Report.of(message.meta)
-        self._check_sums(message)
-        for entry in self._open:
+        mine = [layer for layer, nodes in self._shared.items() if message.sender in nodes]
+        verdict.check_sums(message, mine, self.like)
+        for entry in self.steps.open:
             if entry.step.step == report.step and message.sender in entry.participants:
-                entry.reports[message.sender] = self._its_own(report, message.sender, entry)
+                entry.reports[message.sender] = verdict.its_own(report, message.sender, entry.step, self.plan)
                 entry.arrays[message.sender] = message.arrays
                 self._progress_at = now
         return self._close_complete(now)
 
-    def _check_sums(self, message: Message) -> None:
-        known = {str(layer) for layer, nodes in self._shared.items() if message.sender in nodes}
-        for name, packed in message.arrays.items():
-            if name.partition("/")[0] not in known:
-                raise FrameError(f"a report of {message.sender!r} carries {name!r}, which is of no layer it shares")
-            if self.like and self.like.get(name) != (packed.shape, packed.dtype):
-                raise FrameError(f"a report of {message.sender!r} carries {name!r} in a shape that is not the model's")
-
-    def _its_own(self, report: Report, node: str, entry: _Open) -> Report:
-        """Return what a node can know: of its own layers, and of the losses of micro-batches whose way ends on it."""
-        mine = [m for m in entry.step.micros if self.plan.path(m.device, m.route)[-1].node == node]
-        losses, ends = {micro.micro for micro in mine}, {micro.device for micro in mine}
-        layers = set(self.plan.layers_of(node))
-        return replace(
-            report,
-            layers={layer: pair for layer, pair in report.layers.items() if layer in layers},
-            losses={micro: pair for micro, pair in report.losses.items() if micro in losses},
-            metrics={device: values for device, values in report.metrics.items() if device in ends},
-        )
-
     def _close_complete(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._open and self._recovery is None and len(self._open[0].reports) == len(self._open[0].participants):
-            effects += self._close(self._open.popleft(), now)
+        while self.steps.open and self.questions.recovery is None and self.steps.open[0].complete:
+            effects += self._close(self.steps.open.popleft(), now)
         return effects + self._publish_later(now) + self._catch_up(now)
 
     def _publish_later(self, now: float) -> list[Effect]:
         """Where nodes share work: publish the next steps, now that one has ended."""
-        if not self._later or len(self._open) >= AHEAD or self._recovery is not None:
-            return []
-        evaluate = self._later[0].evaluate
-        if self._open and self._open[0].due.evaluate != evaluate:
-            return []
-        ready, self._later = self._later, []
-        return self._publish(ready, now)
+        ready = self.steps.room_for() if self.questions.recovery is None else []
+        return self._publish(ready, now) if ready else []
 
-    def _close(self, entry: _Open, now: float) -> list[Effect]:
+    def _close(self, entry: Open, now: float) -> list[Effect]:
         if entry.due.evaluate:
-            return [*self._tell_ended(entry), *self._tell(entry, self._done(entry, applied=True))]
+            return [*self._tell_ended(entry), *self._tell(entry, entry.done(applied=True))]
         if not entry.participants:
             return self._end(entry, applied=True)
         if not self.synchronous:
             return [*self._tell_ended(entry), *self._close_asynchronous(entry)]
-        sums, weights = self._add_replicas(entry)
+        reports, scale = entry.in_order(), self.loss_scale.value
+        sums, weights = verdict.add_replicas(reports, entry.arrays, self._shared)
         guilty, broken = offenders(entry.step, entry.reports, self._devices) if self.offences.after else ({}, set())
-        finite = all(map(_finite, entry.reports.values())) and all(np.isfinite(a).all() for a in sums.values())
-        finite = finite and not broken
-        clip = self._clip(entry, sums, weights) if finite else 1.0  # by the scale of this step's gradients
+        finite = verdict.is_finite(reports, sums) and not broken
+        clip = verdict.clip_factor(reports, sums, weights, norm=self.clip_norm, scale=scale) if finite else 1.0
         searching = self.loss_scale.note(finite)
         if not finite and guilty and (broken or not searching):
             return self._without_the_guilty(entry, guilty, now, searching)
@@ -691,13 +451,13 @@ class Coordinator:
         to = self._nodes if self.loss_scale.dynamic else entry.participants
         return [*self._commit(to, commit, sums, weights), *self._end(entry, applied=True)]
 
-    def _tell_ended(self, entry: _Open) -> list[Effect]:
+    def _tell_ended(self, entry: Open) -> list[Effect]:
         """Say that a step without a commit has ended: nodes that are ahead wait for it."""
-        if not self._open:
+        if not self.steps.open:
             return []
         return [self._send(node, "ended", {"step": entry.step.step}) for node in self._nodes]
 
-    def _close_asynchronous(self, entry: _Open) -> list[Effect]:
+    def _close_asynchronous(self, entry: Open) -> list[Effect]:
         bad = [(node, report) for node, report in entry.reports.items() if report.skipped]
         if not bad:
             self._skipped_in_row = 0
@@ -706,60 +466,34 @@ class Coordinator:
         self._skipped_in_row += 1
         effects = self._end(entry, applied=False)
         if self._skipped_in_row >= self.max_skipped:
-            effects.append(Failed(self._not_finite(entry)))
+            effects.append(Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped)))
         return effects
 
-    def _end(self, entry: _Open, *, applied: bool) -> list[Effect]:
+    def _end(self, entry: Open, *, applied: bool) -> list[Effect]:
         """Note that a training step stands. An asynchronous one counts whatever was left out of it."""
         counts = applied or not self.synchronous
-        for device, share in entry.due.draft.shares.items():
-            if device not in entry.step.batches and share.samples:
-                self.missed.setdefault(device, {})[entry.step.step] = share.samples
-        standing = self._standing()
-        self.line.ended.append(Ended(entry.due.draft, entry.participants, counts, standing))
-        done = self._done(entry, applied=applied)
-        noted = {
-            "step": done.step,
-            "term": self.term,
-            "micro": self.next_micro,
-            "participants": entry.participants,
-            "applied": applied,
-            "counts": counts,
-            "standing": astuple(standing),
-            "loss": done.loss if math.isfinite(done.loss) else None,
-            "weight": done.weight,
-            "samples": done.samples,
-        }
-        return [Noted(noted), *self._tell(entry, done)]
+        for device, samples in entry.left_out().items():
+            self.missed.setdefault(device, {})[entry.step.step] = samples
+        ended, done = Ended(entry.due.draft, entry.participants, counts, self._standing()), entry.done(applied=applied)
+        self.line.ended.append(ended)
+        return [records.ended(ended, done, self.term, self.steps.next_micro), *self._tell(entry, done)]
 
     @staticmethod
-    def _tell(entry: _Open, done: StepDone) -> list[Effect]:
+    def _tell(entry: Open, done: StepDone) -> list[Effect]:
         return [] if entry.due.told else [done]
 
-    def _done(self, entry: _Open, *, applied: bool) -> StepDone:
-        losses = {micro: pair for report in entry.reports.values() for micro, pair in report.losses.items()}
-        total = weight = 0.0
-        for micro in sorted(losses):  # in micro-batch order: the same bits whoever computed them
-            total += losses[micro][0]
-            weight += losses[micro][1]
-        metrics = _added([entry.reports[node].metrics for node in entry.participants])
-        shares = {device: share.samples for device, share in entry.due.draft.shares.items()}
-        samples = sum(n for device, n in shares.items() if device in entry.step.batches)
-        loss = total / weight if weight else math.nan
-        return StepDone(entry.step.step, loss, weight, samples, applied, metrics)
-
-    def _without_the_guilty(self, entry: _Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
+    def _without_the_guilty(self, entry: Open, guilty: Mapping[str, str], now: float, searching: bool) -> list[Effect]:
         """Skip a step, or have it done again without those who have spoilt too many."""
         effects: list[Effect] = []
-        self._open.appendleft(entry)  # where somebody is left out, all that is open is done again
+        self.steps.open.appendleft(entry)  # where somebody is left out, all that is open is done again
         for device, what in guilty.items():
             effects += self.offend(device, what, now, value=f"step {entry.step.step}")
-        if self._recovery is not None:
+        if self.questions.recovery is not None:
             return effects
-        self._open.popleft()
+        self.steps.open.popleft()
         return [*effects, *self._skip(entry, now, searching)]
 
-    def _skip(self, entry: _Open, now: float, searching: bool) -> list[Effect]:
+    def _skip(self, entry: Open, now: float, searching: bool) -> list[Effect]:
         """A non-finite step: put back everywhere, and issue what follows again under a new term."""
         self.skipped += 1
         self._skipped_in_row += not searching
@@ -767,72 +501,15 @@ class Coordinator:
         commit = Commit(entry.step.step, False, 1.0, self.loss_scale.value)
         effects: list[Effect] = [self._send(node, "commit", commit.meta()) for node in self._nodes]
         self.line.cut(self.term, Point(self.line.base.load, entry.step.step - 1))
-        effects += [self._note_cut(), *self._end(entry, applied=False)]
+        effects += [records.cut(self.line), *self._end(entry, applied=False)]
         if self._skipped_in_row >= self.max_skipped:
-            return [*effects, Failed(self._not_finite(entry))]
-        again = [later.due for later in self._open]
-        self._open.clear()
+            return [*effects, Failed(verdict.not_finite(entry.step.step, entry.in_order(), self.max_skipped))]
+        again = [later.due for later in self.steps.open]
+        self.steps.open.clear()
         return [*effects, *(self._publish(again, now) if again else [])]
 
-    def _not_finite(self, entry: _Open) -> RunError:
-        reports = [(node, entry.reports[node]) for node in entry.participants]  # not in the order of their arrival
-        bad = [(node, report.culprit) for node, report in reports if report.skipped or not report.finite]
-        node, layer = bad[0] if bad else (entry.participants[-1], None)
-        where = f"last in layer {layer!r} on {node!r}" if layer else f"last in {node!r}"
-        sources = [(node, report.source) for node, report in reports if report.source]
-        if sources:
-            node, source = sources[0]
-            where = f"first in {source} on {node!r}"
-        first = entry.step.step - self.max_skipped + 1
-        return RunError(
-            f"{self.max_skipped} steps in a row were not finite (steps {first} to {entry.step.step}), "
-            f"{where}: lower the learning rate, clip the norm, or look at that device's data"
-        )
-
-    def _add_replicas(self, entry: _Open) -> tuple[dict[str, np.ndarray[Any, Any]], dict[int, float]]:
-        """Add the gradient sums and weights of replicated layers, in node order."""
-        if not self._shared:
-            return {}, {}
-        sums: dict[str, np.ndarray[Any, Any]] = {}
-        weights: dict[int, float] = dict.fromkeys(self._shared, 0.0)
-        for node in entry.participants:
-            for layer, (weight, _) in entry.reports[node].layers.items():
-                if layer in weights:
-                    weights[layer] += weight
-            for name, array in unpack(entry.arrays[node]).items():
-                if name in sums and (sums[name].shape, sums[name].dtype) != (array.shape, array.dtype):
-                    raise FrameError(f"the sum of {name!r} of {node!r} has another shape or dtype than other replicas'")
-                sums[name] = sums[name] + array if name in sums else array
-        return sums, weights
-
-    def _clip(self, entry: _Open, sums: Mapping[str, np.ndarray[Any, Any]], weights: Mapping[int, float]) -> float:
-        """Factor that brings the global norm to ``clip_norm``: min(1, c / (norm + 1e-6)), as torch clips."""
-        if self.clip_norm is None:
-            return 1.0
-        square = 0.0
-        for name, array in sums.items():
-            layer = int(name.partition("/")[0])
-            if weights[layer]:
-                mean = array.astype(np.float64) / (weights[layer] * self.loss_scale.value)
-                square += float(np.vdot(mean, mean))
-        by_layer: dict[int, list[tuple[float, float]]] = {}
-        for node in entry.participants:  # in node order, not that of arrival: the same bits in every run
-            for layer, pair in entry.reports[node].layers.items():
-                if layer not in self._shared:
-                    by_layer.setdefault(layer, []).append(pair)
-        for pairs in by_layer.values():
-            total = sum(weight for weight, _ in pairs)
-            if total:
-                square += sum(weight * sq for weight, sq in pairs) / total
-        return min(1.0, self.clip_norm / (math.sqrt(square) + 1e-6))
-
-    def _commit(
-        self,
-        nodes: Sequence[str],
-        commit: Commit,
-        sums: Mapping[str, np.ndarray[Any, Any]],
-        weights: Mapping[int, float],
-    ) -> list[Effect]:
+    def _commit(self, nodes: Sequence[str], commit: Commit, sums: Sums, weights: Weights) -> list[Effect]:
+        """Tell nodes that a step counts, and of the layers that they share what all have added up."""
         effects: list[Effect] = []
         for node in nodes:
             layers = {layer for layer, holders in self._shared.items() if node in holders}
@@ -843,27 +520,3 @@ class Coordinator:
 
     def _send(self, to: str, kind: str, meta: Mapping[str, Any], arrays: Mapping[str, Packed] | None = None) -> Send:
         return Send(to, Message(kind=kind, sender=COORDINATOR, term=self.term, meta=meta, arrays=arrays or {}))
-
-
-def _finite(report: Report) -> bool:
-    """Whether the gradients are, as the node found, and the losses: one that is not may have gradients that are.
-
-    So are weights and squares of norms, of an honest node also not negative.
-    """
-    sums = all(math.isfinite(value) and value >= 0 for pair in report.layers.values() for value in pair)
-    losses = all(math.isfinite(total) and 0 <= weight < math.inf for total, weight in report.losses.values())
-    return report.finite and sums and losses
-
-
-def _added(
-    parts: Sequence[Mapping[str, Mapping[str, tuple[float, float]]]],
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Add up the devices' metrics: where nodes share the last layers, each has a part of them."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for part in parts:
-        for device, metrics in part.items():
-            of_device = found.setdefault(device, {})
-            for name, (value, weight) in metrics.items():
-                before = of_device.get(name, (0.0, 0.0))
-                of_device[name] = (before[0] + value, before[1] + weight)
-    return found

@@ -18,8 +18,8 @@ from typing import Any
 from edgesplit import checkpoint
 from edgesplit.admission import Admissions
 from edgesplit.assembly import build_model, remarks
-from edgesplit.coordinator import StepDone
 from edgesplit.costs import ProfileCosts
+from edgesplit.effects import StepDone
 from edgesplit.errors import ExperimentError
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Elsewhere, Fleet, Processes, node_command

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgesplit.coordinator import StepDone
+from edgesplit.effects import StepDone
 from edgesplit.errors import RunError
 from edgesplit.recovery import Ended, Line, Point, Standing
 from edgesplit.sheets import Draft

@@ -16,23 +16,6 @@ from edgesplit.schedule import Step
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Offended:
-    """Effect: a node did what it may not.
-
-    Attributes:
-        node: which.
-        what: in words.
-        value: what was found, where it is a value.
-        out: it is left out from now on.
-    """
-
-    node: str
-    what: str
-    value: Any = None
-    out: bool = False
-
-
 @dataclass
 class Offences:
     """Counts them.

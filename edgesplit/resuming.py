@@ -11,6 +11,7 @@ from edgesplit.coordinator import Coordinator
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.federated import Federation
+from edgesplit.holding import spread
 from edgesplit.logbook import Logbook
 from edgesplit.recovery import Standing
 from edgesplit.training import Training
@@ -29,7 +30,7 @@ def snapshot(
     position = checkpoint.Position(
         round=number,
         step=agenda.step,
-        micro=coordinator.next_micro,
+        micro=coordinator.steps.next_micro,
         term=coordinator.term,
         seed=experiment.seed,
         participation=training.participation,
@@ -82,7 +83,7 @@ def take_up(
     training.drawn.done = {device: int(count) for device, count in position.positions.items()}
     training.participation = dict(position.participation)
     coordinator = training.conductor.coordinator
-    coordinator.next_micro, coordinator.term = position.micro, position.term
+    coordinator.steps.next_micro, coordinator.term = position.micro, position.term
     coordinator.offences.barred.update({str(d): str(why) for d, why in position.extra.get("barred", {}).items()})
     scale = position.loss_scale or {"value": coordinator.loss_scale.value, "good": 0}
     standing = Standing(float(scale["value"]), int(scale["good"]), 0, 0)
@@ -91,7 +92,7 @@ def take_up(
     changed = changes(position, experiment)
     load = int(position.extra.get("load", 1))
     progress = logbook.read(load) if not changed else None  # the round began with other options
-    held = training.spread(found.nodes, training.plan)
+    held = spread(found.nodes, training.plan, training.names)
     training.take_up(load, held, progress, standing, position.round + 1, logbook.last())
     return position, changed
 

@@ -16,7 +16,7 @@ from edgesplit.bringup import assign, make_conductor, make_federation, make_trai
 from edgesplit.callbacks import STOP, Callback
 from edgesplit.codecs import pack
 from edgesplit.conductor import Admit
-from edgesplit.coordinator import NodeChanged, StepDone
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.errors import (
     EdgesplitError,
     ExperimentError,

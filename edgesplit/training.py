@@ -13,56 +13,25 @@ import numpy as np
 from edgesplit.attendance import Attendance
 from edgesplit.codecs import Packed, pack, unpack
 from edgesplit.conductor import Asked, Conductor
-from edgesplit.coordinator import StepDone
 from edgesplit.data import GIVEN_EPOCH
+from edgesplit.effects import StepDone
 from edgesplit.errors import ExperimentError, RunError
 from edgesplit.experiment import Experiment
-from edgesplit.federated import Federation, Group, Reply, Request, average
+from edgesplit.federated import Federation, Group, Reply, Request
+from edgesplit.holding import Arrays, Held, Names, read, spread
 from edgesplit.logbook import Progress
-from edgesplit.offences import Judged, as_most, judge
 from edgesplit.plan import Plan
 from edgesplit.recovery import Line, Point, Standing
 from edgesplit.replanning import moved
+from edgesplit.replicas import Judgement, groups_of, judge_all, mean_of, must_be_equal
 from edgesplit.sheets import Agenda, Draft, Share, evaluation
 from edgesplit.transport.base import Message
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 HOURS_S = 10.0
 """Between two looks at the clock while all devices are outside their hours."""
 
 MOST_BATCHES, MOST_SAMPLES = 1_000_000, 1_000_000
 """Batches that a device may say it has in an epoch, and samples in one."""
-
-
-@dataclass(frozen=True)
-class Names:
-    """Global parameter and buffer names by layer."""
-
-    params: Sequence[Sequence[str]]
-    buffers: Sequence[Sequence[str]]
-
-    def of(self, layers: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Parameter and buffer names of these layers."""
-        params = dict.fromkeys(name for layer in layers for name in self.params[layer])
-        buffers = dict.fromkeys(name for layer in layers for name in self.buffers[layer])
-        return list(params), list(buffers)
-
-
-@dataclass
-class Held:
-    """What a node holds, as fetched at a round's end: flat names ``param/...``, ``buffer/...``, ``optimizer/...``."""
-
-    arrays: Arrays
-    weights: dict[int, float] = field(default_factory=dict)
-
-    def part(self, kind: str, names: Sequence[str] | None = None) -> Arrays:
-        """The arrays of one kind: those of ``names``, or (optimizer state) those that belong to them."""
-        found = {name.partition("/")[2]: a for name, a in self.arrays.items() if name.startswith(f"{kind}/")}
-        if names is None:
-            return found
-        wanted = set(names)
-        return {name: a for name, a in found.items() if name.partition("//")[0] in wanted}
 
 
 @dataclass(frozen=True)
@@ -76,27 +45,6 @@ class RoundDone:
     seconds: float
     skipped: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Group the layers that the same nodes hold for the same devices: key -> (layers, nodes).
-
-    Within a group the same micro-batches pass every layer of a node, so that one weight is right for all of them.
-    """
-    passing: dict[int, dict[str, set[str]]] = {layer: {} for layer in range(len(plan.layers))}
-    for route in plan.routes:
-        for stage in route.stages:
-            for layer in range(stage.start, stage.stop):
-                passing[layer].setdefault(stage.node, set()).add(route.device)
-    found: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
-    order = {node: i for i, node in enumerate(plan.nodes())}
-    for layer, nodes in passing.items():
-        key = tuple((node, tuple(sorted(nodes[node]))) for node in sorted(nodes, key=order.__getitem__))
-        found.setdefault(key, []).append(layer)
-    return {
-        f"layers {','.join(map(str, layers))}": (tuple(layers), tuple(node for node, _ in key))
-        for key, layers in found.items()
-    }
 
 
 class Training:
@@ -130,9 +78,7 @@ class Training:
         self.attendance = Attendance({})
         self._out: list[str] | None = None  # devices that take no part in the round that was begun
         self.held: dict[str, Held] = {}
-        self._judged: dict[tuple[str, str], Judged] = {}  # of this round: group, node
-        self._as_most: dict[str, str] = {}  # of replicas that must be equal: group -> a node whose is as most are
-        self._next: Plan | None = None  # of the next round
+        self._judgement = Judgement()  # of this round
         self._whole = False  # they were fetched with the optimizers' state
         self.agenda: Agenda | None = None
         self.test_sizes: dict[str, list[int]] = {}
@@ -165,17 +111,8 @@ class Training:
 
     def load(self) -> None:
         """Give every node its layers: the model's weights."""
-        to = {}
-        given = {}
-        for node in self.plan.nodes():
-            arrays = given[node] = self._initial(node)
-            meta = {
-                "reset_optimizer": list(self.plan.layers_of(node)),
-                "reset_round": True,
-                "loss_scale": self.conductor.coordinator.loss_scale.value,
-            }
-            to[node] = (meta, pack(arrays, "raw"))
-        self.conductor.ask("load", to)
+        given = {node: self._initial(node) for node in self.plan.nodes()}
+        self._load_all(given, loss_scale=self.conductor.coordinator.loss_scale.value)
         self._given = given
 
     def take_up(
@@ -214,29 +151,22 @@ class Training:
 
     def _spare(self, node: str) -> dict[str, Packed] | None:
         """What a node held when the weights were last given out; None where its optimizer's state is not known."""
-        return pack(self._given[node], "raw") if node in self._given else None
+        return (
+            pack(self.names.own(self.plan.layers_of(node), self._given[node]), "raw") if node in self._given else None
+        )
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a node can be left out in the middle of anything: the others are then given all that they held."""
+        return self.experiment.on_lost == "continue" or self.experiment.limits.quarantine_after is not None
 
     def fetch(self, *, optimizer: bool) -> None:
         """Ask every node for what it holds."""
+        optimizer = optimizer or self._may_leave_out
         replies = self.conductor.ask("fetch", {node: ({"optimizer": optimizer}, {}) for node in self.plan.nodes()})
-        self.held = {node: self._read(node, reply) for node, reply in replies.items()}
+        layers, model = self.plan.layers_of, (self.params, self.buffers)
+        self.held = {node: read(reply, layers(node), self.names, *model) for node, reply in replies.items()}
         self._whole = optimizer
-
-    def _read(self, node: str, reply: Message) -> Held:
-        rows = reply.meta.get("weights")
-        if not isinstance(rows, list) or not all(map(_is_weight, rows)):
-            raise RunError(f"{node!r} sent its weights in a form that is not ours: run the same version everywhere")
-        params, buffers = self.names.of(self.plan.layers_of(node))
-        known = {f"{kind}/{name}" for kind, names in (("param", params), ("buffer", buffers)) for name in names}
-        known |= {f"optimizer/{name}" for name in params}
-        ours = {name: array for name, array in unpack(reply.arrays).items() if name.partition("//")[0] in known}
-        held = Held(ours, {layer: float(weight) for layer, weight in rows})
-        for kind, wanted, like in (("param", params, self.params), ("buffer", buffers, self.buffers)):
-            found = held.part(kind)
-            for name in wanted:
-                if name not in found or found[name].shape != like[name].shape or found[name].dtype != like[name].dtype:
-                    raise RunError(f"{node!r} sent no {kind} {name!r} of the model's shape and dtype")
-        return held
 
     # -- rounds
 
@@ -314,11 +244,8 @@ class Training:
                 done.append(step)
                 self.on_step(step)
             seconds = time.perf_counter() - start
-            wanted = optimizer or self.experiment.federation.optimizer_state == "average"
-            # Who is left out in the next round has it done again by the others, from what all held at its beginning.
-            self.fetch(optimizer=wanted or self.experiment.limits.quarantine_after is not None)
+            self.fetch(optimizer=optimizer or self.experiment.federation.optimizer_state == "average")
             self._judge(drafts)
-            self._next = self.conductor.coordinator.next_plan()
             return [self._reply(request) for request in requests if request.node in self.held]
 
         if self.federation is not None and self._shared:
@@ -348,39 +275,27 @@ class Training:
         layers, _ = self._groups[request.group]
         params, _ = self.names.of(layers)
         held = self.held[request.node]
-        if (judged := self._judged.get((request.group, request.node))) is not None:
+        if (judged := self._judgement.judged.get((request.group, request.node))) is not None:
             return Reply(request.node, request.group, judged.arrays, judged.weight)
         return Reply(request.node, request.group, held.part("param", params), held.weights.get(layers[0], 0.0))
 
     def _judge(self, drafts: Sequence[Draft]) -> None:
-        """Where there are limits: clip, or leave out of all means, what devices have made of their replicas."""
-        self._judged, self._as_most = {}, {}
-        limits = self.experiment.limits
+        """Where there are limits: look at what devices have made of their replicas."""
+        self._judgement = Judgement()
+        limits, held = self.experiment.limits, self.held
         if limits.quarantine_after is None and limits.device_norm is None:
             return
         devices = {route.device for route in self.plan.routes}
-        samples = {d: sum(draft.shares[d].samples for draft in drafts if d in draft.shares) for d in devices}
-        factor = limits.device_weight
-        most = {device: count * factor for device, count in samples.items()} if factor is not None else {}
-        offences: dict[str, tuple[str, Any]] = {}
-        for key, (layers, nodes) in self._shared.items():
-            params, buffers = self.names.of(layers)
-            before = {name: self.params[name] for name in params}
-            here = [node for node in nodes if node in self.held]
-            if self.experiment.federation.every == "step":
-                parts = {node: self.held[node].part("param", params) for node in here}
-                self._as_most[key], others = as_most(parts)
-                offences |= {node: ("its replica is not the others'", None) for node in others if node in devices}
-                continue
-            replicas = {n: (self.held[n].part("param", params), self.held[n].weights.get(layers[0], 0.0)) for n in here}
-            judged = judge(replicas, before, norm=limits.device_norm, most=most)
-            for node, one in judged.items():
-                if not all(np.isfinite(array).all() for array in self.held[node].part("buffer", buffers).values()):
-                    one = Judged(one.arrays, 0.0, "its buffers are not finite")
-                self._judged[key, node] = one
-                if one.what is not None and node in devices:
-                    offences.setdefault(node, (one.what, one.value))
-        for node, (what, value) in offences.items():
+        if self.experiment.federation.every == "step":
+            self._judgement = must_be_equal(self._shared, held, self.names, devices)
+        else:
+            samples = {d: sum(draft.shares[d].samples for draft in drafts if d in draft.shares) for d in devices}
+            factor = limits.device_weight
+            most = {device: count * factor for device, count in samples.items()} if factor is not None else {}
+            self._judgement = judge_all(
+                self._shared, held, self.names, self.params, norm=limits.device_norm, most=most, devices=devices
+            )
+        for node, (what, value) in self._judgement.offences.items():
             self.conductor.offend(node, what, value)
 
     def _distribute(self, results: Mapping[str, Arrays]) -> None:
@@ -389,7 +304,7 @@ class Training:
         for key, (layers, all_nodes) in self._groups.items():
             nodes = [node for node in all_nodes if node in self.held]
             params, buffers = self.names.of(layers)
-            new = results.get(key) or self.held[self._as_most.get(key, nodes[0])].part("param", params)
+            new = results.get(key) or self.held[self._judgement.as_most.get(key, nodes[0])].part("param", params)
             self.params |= new
             if key in results:
                 self._change(changed, nodes, "param", new)
@@ -399,20 +314,48 @@ class Training:
         for node, arrays in changed.items():
             self.held[node].arrays |= arrays
         reset = self._reset(results)
-        if self._next is not None and self._next.routes != self.plan.routes:
-            changed = self._change_plan(self._next, changed)
+        missed = {device: dict(steps) for device, steps in self.conductor.coordinator.missed.items()}
+        before, after = self.plan, self.conductor.coordinator.next_plan()
+        if after.routes == before.routes:
+            after = before
+        else:
+            changed = self._change_plan(after, changed)
+        if self._give_out(changed, reset, after):
+            self.conductor.coordinator.missed = missed  # what was done again counts for nothing
         self._group(self.plan)
-        meta = {node: {"reset_round": True, "reset_optimizer": reset} for node in changed}
-        self.conductor.ask("load", {node: (meta[node], pack(arrays, "raw")) for node, arrays in changed.items()})
-        self._given = {n: dict(self.held[n].arrays) for n in changed if n in self.held} if self._whole else {}
+        self._given = {n: dict(self.held[n].arrays) for n in self.plan.nodes() if n in self.held} if self._whole else {}
+
+    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan) -> bool:
+        """Give the nodes of a plan what has changed; where some are left out meanwhile, the others all that they held.
+
+        Steps are then done again without those, and what has changed would come onto other weights than it is of.
+
+        Returns:
+            Whether some were left out.
+        """
+        asked: Asked = {
+            n: ({"reset_round": True, "reset_optimizer": [*reset]}, pack(a, "raw")) for n, a in changed.items()
+        }
+        replies = self.conductor.ask("load", asked) if self.plan is plan else {}
+        whole = not replies
+        while not replies:
+            mine = {
+                node: self.names.own(self.plan.layers_of(node), self.held[node].arrays) for node in self.plan.nodes()
+            }
+            replies = self._load_all(mine)
+        return whole
+
+    def _load_all(self, arrays: Mapping[str, Arrays], **meta: Any) -> Mapping[str, Message]:
+        """Give every node all that it holds."""
+        told = {n: {"reset_round": True, "reset_optimizer": [*self.plan.layers_of(n)], **meta} for n in arrays}
+        return self.conductor.ask("load", {node: (told[node], pack(part, "raw")) for node, part in arrays.items()})
 
     def adopt_plan(self) -> bool:
         """Between two rounds: work by the plan that is wanted, as far as its nodes are there. Return whether it is new.
 
         Only the layers that change hands are sent, with their optimizers' state.
         """
-        self._next = self.conductor.coordinator.next_plan()
-        if self._next.routes == self.plan.routes:
+        if self.conductor.coordinator.next_plan().routes == self.plan.routes:
             return False
         if not self.held:  # before the first round
             self.held = {node: Held(dict(arrays)) for node, arrays in self._given.items()}
@@ -441,11 +384,11 @@ class Training:
         self._fetch_state({layer for layers in moved(before, plan).values() for layer in layers})
         whole = {node: held.arrays for node, held in self.held.items()}
         # Until all have their new layers, a node that crashes has the round done again, by the new plan.
-        self._given = self.spread(self._given, plan) if self._given else {}
+        self._given = spread(self._given, plan, self.names) if self._given else {}
         told = coordinator.take_plan(plan)
         replies = self.conductor.ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
         self._learn(replies)
-        self.held = {node: Held(arrays) for node, arrays in self.spread(whole, plan).items()}
+        self.held = {node: Held(arrays) for node, arrays in spread(whole, plan, self.names).items()}
         give = {}
         for node, layers in moved(before, plan).items():
             params, buffers = self.names.of(layers)
@@ -462,22 +405,6 @@ class Training:
         for device, reply in replies.items():
             if device not in self.drawn.sizes and reply.meta.get("sizes"):
                 self.drawn.sizes[device], self.test_sizes[device] = sizes_of(reply, "train"), sizes_of(reply, "test")
-
-    def spread(self, nodes: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Arrays]:
-        """What each node of a plan is to hold: what it held; of layers that are new to it, what some node held."""
-        some = Held({name: array for node in sorted(nodes) for name, array in nodes[node].items()})
-        spread: dict[str, Arrays] = {}
-        for node in plan.nodes():
-            own = Held(dict(nodes.get(node, {})))
-            params, buffers = self.names.of(plan.layers_of(node))
-            known = own.part("param").keys() | own.part("buffer").keys()
-            arrays: Arrays = {}
-            # A layer that it had without optimizer state has had no update there: others' state is not its own.
-            for kind, names in (("param", params), ("buffer", buffers), ("optimizer", params)):
-                parts = own.part(kind, names) | some.part(kind, [name for name in names if name not in known])
-                arrays |= {f"{kind}/{name}": array for name, array in parts.items()}
-            spread[node] = arrays
-        return spread
 
     def _reset(self, results: Mapping[str, Arrays]) -> list[int]:
         """Return the layers whose optimizers start anew: under ``reset`` those that were aggregated."""
@@ -520,11 +447,9 @@ class Training:
     def _average(
         self, key: str, layers: Sequence[int], nodes: Sequence[str], kind: str, names: Sequence[str]
     ) -> Arrays:
-        weights = {node: self.held[node].weights.get(layers[0], 0.0) for node in nodes}
-        weights |= {node: one.weight for node in nodes if (one := self._judged.get((key, node))) is not None}
-        active = [node for node in nodes if weights[node] > 0] or list(nodes)
-        replies = [Reply(node, key, self.held[node].part(kind, names), weights[node]) for node in active]
-        return average(replies) if any(reply.arrays for reply in replies) else {}
+        judged = {node: self._judgement.judged.get((key, node)) for node in nodes}
+        weights = {n: one.weight if one else self.held[n].weights.get(layers[0], 0.0) for n, one in judged.items()}
+        return mean_of(key, {node: self.held[node].part(kind, names) for node in nodes}, weights)
 
     def adopt(self) -> None:
         """Take what was fetched as the model (of replicas the first), after steps driven by hand."""
@@ -554,11 +479,6 @@ class Training:
 def one_step(step: int, batches: Mapping[str, tuple[int, int]], lr: float) -> Draft:
     """A step over batches given by hand: device -> (number of the batch given, samples)."""
     return Draft(step, {device: Share(GIVEN_EPOCH, index, samples) for device, (index, samples) in batches.items()}, lr)
-
-
-def _is_weight(row: Any) -> bool:
-    """Whether a row is a layer and its weight."""
-    return isinstance(row, list) and len(row) == 2 and type(row[0]) is int and type(row[1]) in (int, float)
 
 
 def sizes_of(reply: Message, part: str) -> list[int]:

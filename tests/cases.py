@@ -22,8 +22,8 @@ from torch.utils.data import default_collate
 
 from edgesplit.assembly import Model, build_model
 from edgesplit.callbacks import Callback
-from edgesplit.coordinator import StepDone
 from edgesplit.data import epoch_order
+from edgesplit.effects import StepDone
 from edgesplit.options import options
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.schedule import Event

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Effect, NodeChanged
+from edgesplit.effects import Effect, NodeChanged
 from edgesplit.protocol import Send
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import Packed, pack, unpack
-from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.errors import EdgesplitError, FrameError, NodeLost, RunError, TransportTimeout
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.protocol import Commit, Report, Send, Sheet
 from edgesplit.sheets import Cutting, Draft, Share
 from edgesplit.transport.base import Message
+from edgesplit.verdict import LossScale
 
 CHAIN = Plan(("l0", "l1"), (Route("d", (Stage("d", 0, 1), Stage("c", 1, 2))),))
 TREE = Plan(("l0", "l1"), tuple(Route(d, (Stage(d, 0, 1), Stage("c", 1, 2))) for d in ("d1", "d2")))
@@ -491,6 +493,30 @@ def test_who_was_to_be_told_a_plan_is_told_the_one_without_those_who_are_left_ou
     returns = feed(c, *answers(told, [(1, -1, 0)]))
     again = sends(feed(c, *answers(returns)), "assign")
     assert {node: message.meta["nodes"] for node, message in again.items()} == {n: ["d2", "c"] for n in ("d2", "c")}
+
+
+def test_weights_that_are_given_out_are_withdrawn_when_somebody_is_left_out() -> None:
+    c = loaded(on_lost="continue")
+    number, effects = c.request("load", {n: ({}, {}) for n in TREE.nodes()}, 0.0)
+    assert feed(c, *answers(effects)[1:]) == []
+    feed(c, Message(kind="status", sender="d1", meta={"state": "offline"}))
+    returns = feed(c, *answers(c.tick(1.0), [(1, -1, 0)]))
+    effects = feed(c, *answers(returns))
+    assert Replied(number, {}) in effects
+    assert not sends(effects, "load")
+    assert not c.busy
+    assert c.line.base.load == 1, "nobody has them"
+
+
+def test_a_question_that_nobody_is_left_to_answer_is_not_waited_for() -> None:
+    c = loaded(on_lost="continue")
+    number, _ = c.request("fetch", {"d1": ({}, {})}, 0.0)
+    feed(c, Message(kind="status", sender="d1", meta={"state": "offline"}))
+    returns = feed(c, *answers(c.tick(1.0), [(1, -1, 0)]))
+    assert Replied(number, {}) in feed(c, *answers(returns))
+    number, effects = c.request("fetch", {"d1": ({}, {})}, 2.0)
+    assert effects == [Replied(number, {})]
+    assert not c.busy
 
 
 def test_who_was_left_out_is_asked_nothing() -> None:

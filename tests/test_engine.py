@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from edgesplit.codecs import pack, unpack
-from edgesplit.coordinator import LossScale
 from edgesplit.data import epoch_order
 from edgesplit.engine import Engine
 from edgesplit.errors import EdgesplitError, FrameError, RunError, ScheduleError
@@ -26,6 +25,7 @@ from edgesplit.segments.base import Arrays, Output, Samples
 from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import Message
+from edgesplit.verdict import LossScale
 from tests.test_simulation import draw_plan
 from tests.virtual import Case, Fleet
 

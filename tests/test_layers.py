@@ -32,12 +32,13 @@ LAYERS = [
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
         "replanning", "emulation", "mailbox", "offences", "member", "transport", "segments.masks", "sharing",
+        "effects", "verdict", "holding", "questions", "steps", "returning", "records",
     },
     {"admission", "journal", "logbook", "kit", "node", "engine", "coordinator", "worker", "segments"},
     {"federated", "observe", "checkpoint", "conductor", "fleet", "hosting", "rundir"},
     {
         "assembly", "placement", "options", "evaluation", "training", "resuming", "callbacks", "observe.progress",
-        "bringup", "keeping",
+        "bringup", "keeping", "replicas",
         "session", "launch", "verify", "checking", "doctor",
     },
     {"cli", "bench", "__main__"},

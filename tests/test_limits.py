@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from edgesplit.observe.audit import Audit
 from edgesplit.offences import Offences, judge, offenders, weight_fits
 from edgesplit.options import options
 from edgesplit.protocol import Report
+from edgesplit.replanning import without
 from edgesplit.schedule import Micro, Step
 from edgesplit.session import Session
-from tests.cases import RULES, Loader, Ran, Steps, by_rounds, equal, one_process, open_session, points_task, tree
+from tests.cases import RULES, Loader, Ran, Steps, apart, by_rounds, equal, one_process, open_session, points_task, tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [32, 32, 16, 24]
@@ -137,6 +139,36 @@ def test_the_run_goes_on_without_the_device_as_if_it_had_never_been(
     lines = [line for line in audited(tmp_path) if line["node"] == "d2"]
     assert "left out for good" in lines[-1]["what"]
     assert len(lines) >= 2
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+def test_who_fails_while_weights_are_given_out_is_left_out_from_the_next_round_on(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do the round again without it, and must nevertheless all get what it had come to with it."""
+    task, loads = points_task(SIZES), count(1)
+    plan = tree(task, [1, 4])
+    rest = without(plan, ["d2"])
+    assert rest is not None
+    how = {"micros": 2, "batch_size": 8, "steps_per_round": 4, "rounds": 2, "limits": LIMITS, **RULES[rule]}
+    with open_session(plan, task, **how) as session:
+        session.fit(1)
+        session.replan(rest)
+        session.fit(1)
+        want = session.weights()
+
+    def fail(engine: Engine, work: Work, outcome: Outcome) -> Outcome:
+        if isinstance(work, Serve) and work.message.kind == "load" and next(loads) == 2:
+            raise RunError("no memory")
+        return outcome
+
+    hostile(monkeypatch, fail)
+    with open_session(plan, task, **how) as session:
+        session.fit(1)
+        assert session.plan.routes == rest.routes
+        assert session.training.conductor.coordinator.missed == {}
+        session.fit(1)
+        assert apart(session.weights(), want) == 0.0
 
 
 def test_a_resumed_run_still_goes_on_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def simulate(seed: int, *, share: bool = False) -> CrashingFleet:
     case = draw_shared_case(rng) if share else draw_case(rng, SYNCHRONOUS)
     fleet, oracle = CrashingFleet(case, rng, rate=10 ** rng.uniform(-3, -1)), Oracle(case)
     if share and rng.random() < 0.8:
-        fleet.coordinator.router = AnyWay(rng)  # type: ignore[assignment]
+        fleet.coordinator.steps.router = AnyWay(rng)  # type: ignore[assignment]
     devices = [r.device for r in case.plan.routes]
     agenda = Agenda(draw_sizes(rng, case), lambda step: 1 + step % 3)
     test_sizes = draw_sizes(rng, case)

@@ -327,12 +327,12 @@ def test_what_is_measured_matters_for_the_next_step_but_one() -> None:
     coordinator.issue(drafts(5), 0.0)
     for micro, (node, seconds) in enumerate([("e1", 1.0), ("e2", 9.0), ("e1", 1.0), ("e2", 9.0)]):
         for op in "FB":
-            coordinator.observe(Event(node, Action(op, 1, micro), 0.0, seconds, step=0))  # type: ignore[arg-type]
+            coordinator.steps.observe(Event(node, Action(op, 1, micro), 0.0, seconds, step=0))  # type: ignore[arg-type]
     for event in (
         Event("e1", Action("F", 1, 999), 0.0, 99.0, step=0),
         Event("e1", Action("F", 1, 0), 0.0, 99.0, step=7),
     ):
-        coordinator.observe(event)  # of no step that is open
+        coordinator.steps.observe(event)  # of no step that is open
     effects = report(coordinator, 0)
     (message,) = (e.message for e in effects if isinstance(e, Send) and e.to == "c" and e.message.kind == "sheet")
     (step,) = Sheet.of(message.meta).steps
@@ -404,7 +404,7 @@ def any_way(plan: Plan, task: Any, seed: int = 0, **keywords: Any) -> Ran:
     """Train with any ways at all."""
     watch, router = Steps(), AnyWay(Random(seed))
     with open_session(plan, task, every="step", **keywords) as session:
-        session._conductor.coordinator.router = router  # type: ignore[assignment]
+        session._conductor.coordinator.steps.router = router  # type: ignore[assignment]
         rounds = session.fit(callbacks=[watch])
         weights = session.weights()
     assert router.abroad > len(watch.done)
@@ -460,7 +460,7 @@ def test_the_option_lets_the_tier_share_by_what_is_measured() -> None:
         plan, task, every="step", share=["edge"], micros=4, batch_size=8, steps_per_round=6, **RULES["momentum"]
     ) as session:
         session.fit(callbacks=[watch])
-        router = session._conductor.coordinator.router
+        router = session._conductor.coordinator.steps.router
         assert isinstance(router, Router)
         assert 0 < router.seconds("e1") < 1
         assert session.plan.peers == (("e1", "e2"),)

@@ -10,13 +10,14 @@ from random import Random
 
 import pytest
 
-from edgesplit.coordinator import LossScale, StepDone
+from edgesplit.effects import StepDone
 from edgesplit.errors import ScheduleError
 from edgesplit.methods import METHODS, check, predict
 from edgesplit.node import Run
 from edgesplit.plan import Plan
 from edgesplit.schedule import Event, Micro, even_steps
 from edgesplit.sheets import Agenda, Cutting, Draft, evaluation
+from edgesplit.verdict import LossScale
 from tests.virtual import Case, Fleet, Oracle, present, route, unwrap, wrap
 
 # --- random fleets --------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def simulate(seed: int, methods: Sequence[str], rounds: int = 2, *, share: bool 
     case = draw_shared_case(rng) if share else draw_case(rng, methods)
     fleet, oracle = Fleet(case, rng), Oracle(case)
     if share and rng.random() < 0.8:
-        fleet.coordinator.router = AnyWay(rng)  # type: ignore[assignment]
+        fleet.coordinator.steps.router = AnyWay(rng)  # type: ignore[assignment]
     devices = [r.device for r in case.plan.routes]
     agenda = Agenda(draw_sizes(rng, case), lambda step: 1 + step % 3)
     test_sizes = draw_sizes(rng, case)

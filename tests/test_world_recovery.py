@@ -75,7 +75,9 @@ FOUND = {
 
 FOUND_WITHOUT = {
     78: "an answer that came while the fleet went back told of the state that was taken back",
+    136: "weights were given out in part, on others than they were of, when a node was left out meanwhile",
     163: "nodes were told the plan of before another one was left out, once that was over",
+    2050: "weights were given out in part, as in 136",
 }
 
 

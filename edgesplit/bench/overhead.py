@@ -10,7 +10,7 @@ from edgesplit.bench.figures import Figure, median_figure, spread
 from edgesplit.bench.running import processes
 from edgesplit.bench.tasks import BATCH, DEMO, DEMO_CUTS, LR, MOMENTUM
 from edgesplit.bench.versus import our_block
-from edgesplit.coordinator import StepDone
+from edgesplit.effects import StepDone
 from edgesplit.experiment import Experiment
 from edgesplit.loading import load_task
 from edgesplit.placement import placement

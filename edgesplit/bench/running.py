@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgesplit.assembly import Model
-from edgesplit.coordinator import StepDone
+from edgesplit.effects import StepDone
 from edgesplit.experiment import Experiment
 from edgesplit.fleet import Processes, node_command
 from edgesplit.plan import Plan

@@ -11,8 +11,8 @@ from edgesplit.bench.emulated import slowed
 from edgesplit.bench.figures import Figure, median_figure, spread
 from edgesplit.bench.running import Mortal, mortal, processes
 from edgesplit.bench.tasks import BATCH, LR, MOMENTUM, SHARED, SHARED_CUTS
-from edgesplit.coordinator import StepDone
 from edgesplit.costs import LayerTimes
+from edgesplit.effects import StepDone
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.loading import load_task

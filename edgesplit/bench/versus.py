@@ -17,7 +17,7 @@ from edgesplit.assembly import build_model
 from edgesplit.bench.figures import Figure, median_figure, spread
 from edgesplit.bench.running import processes
 from edgesplit.bench.tasks import BATCH, LR, MOMENTUM, SMALL_CNN, SMALL_CNN_CUT
-from edgesplit.coordinator import StepDone
+from edgesplit.effects import StepDone
 from edgesplit.errors import RunError
 from edgesplit.experiment import Experiment
 from edgesplit.loading import load_task

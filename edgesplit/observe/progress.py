@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from edgesplit.callbacks import Callback
-from edgesplit.coordinator import NodeChanged, StepDone
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.training import RoundDone
 
 REFRESH_S = 0.2

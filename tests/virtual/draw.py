@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from edgesplit.coordinator import LossScale
 from edgesplit.methods import METHODS
 from edgesplit.plan import Plan, Route, Stage
 from edgesplit.sheets import Agenda, Cutting, Draft
+from edgesplit.verdict import LossScale
 from tests.virtual.fleet import Case
 
 SHAPES = {

@@ -19,7 +19,8 @@ from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, LossScale, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, Replied, StepDone
 from edgesplit.methods import METHODS, order_of
 from edgesplit.node import Keep, NodeMachine, Outcome, Reckon, Run, Serve, Settle, Work
 from edgesplit.plan import Plan
@@ -29,6 +30,7 @@ from edgesplit.schedule import Action, Step
 from edgesplit.sheets import Cutting, Draft
 from edgesplit.task import COORDINATOR
 from edgesplit.transport.base import DATA_KINDS, Message
+from edgesplit.verdict import LossScale
 
 MASK = (1 << 64) - 1
 MEMORY = (

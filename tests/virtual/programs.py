@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 from edgesplit.codecs import Packed
-from edgesplit.coordinator import Coordinator, Effect, Failed, NodeChanged, Noted, Replied, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import Effect, Failed, NodeChanged, Noted, Replied, StepDone
 from edgesplit.member import Begin, Heed, Member
 from edgesplit.node import NodeMachine, Work
 from edgesplit.plan import Plan
@@ -182,10 +183,10 @@ class CoordinatorProgram:
     def _check_answer(self, message: Message) -> None:
         """No answer to one question is taken for one to another."""
         c, number = self.coordinator, message.meta.get("request")
-        for request in [*c._requests.values(), *([c._recovery] if c._recovery else [])]:
-            if number == request.asking and message.sender in request.asked:
-                assert message.kind == f"{request.asked[message.sender][0]}ed", (
-                    f"{message.kind} answers {request.asked}"
+        for question in [*c.questions.open.values(), *([c.questions.recovery] if c.questions.recovery else [])]:
+            if number == question.asking and message.sender in question.asked:
+                assert message.kind == f"{question.asked[message.sender][0]}ed", (
+                    f"{message.kind} answers {question.asked}"
                 )
 
     def _missing(self) -> list[str]:
@@ -200,7 +201,7 @@ class CoordinatorProgram:
         return self._act(self.coordinator.tick(now))
 
     def waits_for(self) -> object:
-        return f"the hello of {self._missing()}" if self._order is None else (self._order, self.coordinator._missing())
+        return f"the hello of {self._missing()}" if self._order is None else (self._order, self.coordinator.missing())
 
     def _proceed(self, now: float) -> list[Out]:
         """Go on with the script until something is to be waited for."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from edgesplit.coordinator import Coordinator, NodeChanged, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import NodeChanged, StepDone
 from edgesplit.logbook import Progress, begun, last_of, progress_of
 from edgesplit.plan import Plan
 from edgesplit.protocol import Commit
 from edgesplit.recovery import Line, Point, Standing
+from edgesplit.replanning import moved
 from edgesplit.roster import OnLost
 from edgesplit.sheets import Agenda, Draft, evaluation
 from edgesplit.task import COORDINATOR
@@ -294,7 +296,6 @@ class Driver:
         left = trial.rounds[number - 1][len(done) :]
         sheets = [left[:1], left[1:]] if trial.cut else [left]
         done += yield Train(sheets)
-        after = self.coordinator.next_plan()
         replies = yield Ask("fetch", {node: ({}, {}) for node in self.plan.nodes()})
         held = {node: {int(name): value for name, value in unwrap(reply).items()} for node, reply in replies.items()}
         found = trial.expect(number, self.plan)
@@ -303,7 +304,7 @@ class Driver:
             assert layers == {la: found.weights[node, la] for la in layers}, "the weights are those of one process"
             weights = {la: w for la, w in replies[node].meta["weights"] if w}
             assert weights == {la: w for (n, la), w in found.totals.items() if n == node}
-        yield from self._distribute(held, found.mixed, after)
+        yield from self._distribute(held, found.mixed)
         trial.begins(number + 1, self.given)
         if tests := trial.test_drafts(number):
             told = yield Train([tests], evaluate=True)
@@ -312,17 +313,25 @@ class Driver:
         if number % trial.every == 0:
             yield Save(self._save(number))
 
-    def _distribute(self, held: Held, mixed: dict[int, int], after: Plan) -> Script:
-        """Give replicas what has changed, and where somebody comes or goes, everybody another plan."""
+    def _distribute(self, held: Held, mixed: dict[int, int]) -> Script:
+        """As Training: give replicas what has changed, and where somebody comes or goes, everybody another plan."""
         changed = {node: {la: mixed[la] for la in layers if la in mixed} for node, layers in held.items()}
         whole = {node: layers | changed[node] for node, layers in held.items()}
-        if after.routes != self.plan.routes:
+        before, after = self.plan, self.coordinator.next_plan()
+        if after.routes == before.routes:
+            after = before
+        else:
             self.given = spread(self.given, after)
             told = self.coordinator.take_plan(after)
             yield Ask("assign", {node: ({**meta, "again": True}, {}) for node, meta in told.items()})
             whole = spread(whole, after)
-        # Whoever is left out from here on has the round done again without it: what is given out must not depend on it.
-        yield self._load(changed if self.trial.on_lost == "wait" else whole)
+            changed = {
+                node: {la: value for la, value in whole[node].items() if la in new or la in changed.get(node, {})}
+                for node, new in moved(before, after).items()
+            }
+        replies = (yield self._load(changed)) if self.plan is after else {}
+        while not replies:  # somebody was left out
+            replies = yield self._load(whole)
         self.given = {node: whole[node] for node in self.plan.nodes()}
 
     def _load(self, arrays: Held) -> Ask:
@@ -335,7 +344,7 @@ class Driver:
             round=number,
             load=c.line.base.load,
             step=self.trial.rounds[number - 1][-1].step + 1,
-            micro=c.next_micro,
+            micro=c.steps.next_micro,
             term=c.term,
             scale=c.loss_scale.value,
             good=c.loss_scale.good,
@@ -350,7 +359,7 @@ class Driver:
         if found is not None:
             self.first, self.given = found.round + 1, spread(found.held, self.plan)
             trial.begins(self.first, self.given)
-            coordinator.next_micro, coordinator.term = found.micro, found.term
+            coordinator.steps.next_micro, coordinator.term = found.micro, found.term
             load, step, standing = found.load, found.step, Standing(found.scale, found.good, 0, 0)
         line = Line(Point(load, step - 1), standing)
         progress = self.book.read(load)
@@ -362,7 +371,7 @@ class Driver:
 
 
 def spread(nodes: Held, plan: Plan) -> Held:
-    """What each node of a plan is to hold, as Training.spread says."""
+    """What each node of a plan is to hold, as holding.spread says."""
     some = {layer: value for node in sorted(nodes) for layer, value in nodes[node].items()}
     return {n: {la: nodes.get(n, {}).get(la, some[la]) for la in plan.layers_of(n)} for n in plan.nodes()}
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from edgesplit.coordinator import Coordinator, StepDone
+from edgesplit.coordinator import Coordinator
+from edgesplit.effects import StepDone
 from edgesplit.protocol import Commit
 from edgesplit.sheets import Draft
 from edgesplit.task import COORDINATOR
