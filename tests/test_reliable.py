@@ -63,6 +63,7 @@ class World:
         self.boots = itertools.count(1)
         self.rejected: list[Rejected] = []
         self.reached: list[tuple[str, str]] = []
+        self.lent: list[tuple[bytearray, bytes]] = []  # a shell writes it when it can: it must not change until then
 
     def start(self, node: str) -> None:
         self.machines[node] = self.machine_type(RUN, node, next(self.boots), self.settings)
@@ -75,6 +76,7 @@ class World:
             match effect:
                 case Publish(peer, data):
                     self.published += 1
+                    self.lent.append((data, bytes(data)))
                     self.transmit(peer, bytes(data))
                 case Deliver(sender, body):
                     number = frames.decode(body, sender).micro
@@ -157,6 +159,7 @@ def schedule(seed: int, machine: type[Reliable] = Reliable) -> World:
     expected = {pair: list(range(1, count + 1)) for pair, count in counts.items() if count}
     assert world.delivered == expected
     assert not world.rejected
+    assert all(data == packet for data, packet in world.lent)
     assert all(not machine.unacknowledged() for machine in world.machines.values())
     return world
 
@@ -197,7 +200,18 @@ class NoResend(Outbound):
         return super().acknowledged(mark, 0, now)
 
 
-@pytest.mark.parametrize(("part", "broken"), [("Inbound", NoDedupe), ("Outbound", NoAcks), ("Outbound", NoResend)])
+class NoCopy(Outbound):
+    """An end that writes a new header where the one before may wait to be sent."""
+
+    def chunk(self, number: int, now: float) -> frames.Chunk:
+        self._kept[number].lent = False
+        return super().chunk(number, now)
+
+
+@pytest.mark.parametrize(
+    ("part", "broken"),
+    [("Inbound", NoDedupe), ("Outbound", NoAcks), ("Outbound", NoResend), ("Outbound", NoCopy)],
+)
 def test_the_simulation_notices_what_is_missing(monkeypatch: pytest.MonkeyPatch, part: str, broken: type) -> None:
     monkeypatch.setattr(f"edgesplit.transport.reliable.{part}", broken)
     failures = 0
@@ -379,3 +393,20 @@ def test_memory_of_a_message_is_used_again_when_nobody_looks_at_it() -> None:
     third[:] = bytes(900)
     assert held.tolist() == [1] * 100
     assert len(bodies.take(20_000)) == 20_000
+
+
+@pytest.mark.parametrize(("shifted", "same"), [(0, True), (8, True), (1, False), (4, False)])
+def test_a_large_message_of_one_chunk_is_copied_where_it_lies_badly_only(shifted: int, same: bool) -> None:
+    head = frames.header_size("a")
+    message = Message(kind="x", sender="a", meta={"pad": "." * 10_000})
+    (chunk,) = frames.split(frames.encode(message), 20_000, "a")
+    packet = bytes(frames.seal(chunk, frames.Flag.DATA, frames.run_hash(RUN), "a", 1, 2, 1))
+    memory = np.empty(len(packet) + 8, np.uint8)
+    view = memory.data[shifted : shifted + len(packet)]
+    view[:] = packet
+    (whole,) = Inbound(1, (1 << 20, 100), Bodies()).take(frames.parse(view, frames.run_hash(RUN)))
+    body = np.frombuffer(whole.body, np.uint8)
+    assert np.shares_memory(body, memory) is same
+    assert body.ctypes.data % 8 == 0
+    assert bytes(whole.body) == packet[head:]
+    assert frames.decode(whole.body, "a").meta == message.meta

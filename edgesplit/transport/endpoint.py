@@ -115,9 +115,7 @@ class Endpoint:
 
     def cut(self, node: str, outgoing: Outgoing, chunk_size: int) -> Iterator[Chunk]:
         """Yield chunks, each to be sent before the next is asked for: the first flies while the last is cut."""
-        yield from frames.split(
-            outgoing.segments, chunk_size, self.node, self._link.free, signed=self.signs, whole=not outgoing.bulk
-        )
+        yield from frames.split(outgoing.segments, chunk_size, self.node, signed=self.signs, whole=not outgoing.bulk)
         self._traffic[node] += outgoing.size
 
     @property

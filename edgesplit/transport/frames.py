@@ -169,7 +169,6 @@ def split(
     segments: Sequence[Bytes],
     chunk_size: int,
     sender: str,
-    free: list[bytearray] | None = None,
     *,
     signed: bool = False,
     whole: bool = False,
@@ -177,7 +176,6 @@ def split(
     """Cut a body into chunks of at most ``chunk_size`` bytes, headers included. This is the one copy of the data.
 
     Args:
-        free: memory of that size from chunks that are no longer needed; taken from its end.
         signed: leave room for a MAC.
         whole: it is to cover the payload too.
 
@@ -188,22 +186,14 @@ def split(
     room = chunk_size - head - tail
     if room < 1:
         raise FrameError(f"chunks of {chunk_size} bytes have no room beside the header's {head}: allow larger packets")
-    return _chunks(segments, head, room, tail, free if free is not None else [], whole=whole)
+    return _chunks(segments, head, room, tail, whole=whole)
 
 
-def _chunks(
-    segments: Sequence[Bytes], head: int, room: int, tail: int, free: list[bytearray], *, whole: bool
-) -> Iterator[Chunk]:
-    total = sum(len(segment) for segment in segments)
+def _chunks(segments: Sequence[Bytes], head: int, room: int, tail: int, *, whole: bool) -> Iterator[Chunk]:
+    total = sum(map(len, segments))
     parts = max(-(-total // room), 1)
-    for part, pieces in enumerate(_cut(segments, room)):
-        if free and part < parts - 1:
-            data, at = free.pop(), head
-            for piece in pieces:
-                data[at : at + len(piece)] = piece
-                at += len(piece)
-        else:
-            data = bytearray().join((bytes(head), *pieces, bytes(tail)))
+    for part, pieces in enumerate([segments] if parts == 1 else _cut(segments, room)):
+        data = bytearray().join((bytes(head), *pieces, bytes(tail)))
         payload = memoryview(data)[head : len(data) - tail]
         digest = (digest_of(payload) if whole else b"") if tail else None
         yield Chunk(data, crc32(payload), part, parts, total, digest)
@@ -273,15 +263,22 @@ def parse(data: Bytes, run: bytes, limits: Limits = LIMITS, key: Key | None = No
     payload = view[head:end]
     if crc != _checksum(view, head, crc32(payload)):
         raise FrameError("chunk is damaged: its checksum differs")
-    sender = bytes(view[_HEADER.size : _HEADER.size + name_length]).decode("ascii", "replace")
-    if not valid_name(sender):
-        raise FrameError(f"chunk's sender {sender!r} is not a node's name")
+    sender = _sender(bytes(view[_HEADER.size : _HEADER.size + name_length]))
     if flags & Flag.DATA:
         _check_piece(seq, part, parts, total, end - head, limits)
     return Frame(
         flags, sender, boot, to_boot, seq, ack, window_bytes, window_frames, gap, part, parts, total,
         payload.toreadonly(), _proof(view, flags, head, end, key),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _sender(data: bytes) -> str:
+    """The same nodes send all the time; only good names are remembered."""
+    name = data.decode("ascii", "replace")
+    if not valid_name(name):
+        raise FrameError(f"chunk's sender {name!r} is not a node's name")
+    return name
 
 
 def _proof(view: memoryview, flags: int, head: int, end: int, key: Key | None) -> Proof:
@@ -367,7 +364,7 @@ def _checksum(data: Bytes, head: int, payload_crc: int) -> int:
     return crc32(view[_HEADER.size : head], crc32(view[:_CRC_AT], payload_crc))
 
 
-def _cut(segments: Sequence[Bytes], room: int) -> Iterator[list[memoryview]]:
+def _cut(segments: Sequence[Bytes], room: int) -> Iterator[Sequence[Bytes]]:
     pieces: list[memoryview] = []
     free = room
     for segment in segments:

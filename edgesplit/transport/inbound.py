@@ -12,6 +12,9 @@ from edgesplit.transport.frames import Frame, Proof
 
 Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
+SMALL = 4096
+"""Bytes that are copied in less time than it takes to look where they lie."""
+
 
 class Whole(NamedTuple):
     """A message's body; ``proven``: a holder of the run's key has signed all of it."""
@@ -147,7 +150,7 @@ class Inbound:
             self._fill(0)
             try:
                 # Memory of its own either way, in which arrays are aligned.
-                self._body = memoryview(bytes(frame.payload)) if frame.parts == 1 else self._bodies.take(frame.total)
+                self._body = _aligned(frame.payload) if frame.parts == 1 else self._bodies.take(frame.total)
             except MemoryError:
                 return Spoiled(f"a message of {frame.total} bytes is more than this machine has memory for")
         body, end, last = self._body, self._filled + len(frame.payload), frame.part == frame.parts - 1
@@ -170,3 +173,10 @@ class Inbound:
         self._body = None
         self._fill(0)
         return Whole(body.toreadonly(), self._proven)
+
+
+def _aligned(payload: memoryview) -> memoryview:
+    """The same bytes where arrays can be used as they lie: the packet itself, if it lies well, or a copy."""
+    if len(payload) > SMALL and np.frombuffer(payload, np.float64, 1).flags.aligned:
+        return payload
+    return memoryview(bytes(payload))

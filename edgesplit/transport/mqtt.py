@@ -142,6 +142,7 @@ class MqttTransport:
         self._reached: set[str] = set()
         self._refused: dict[str, str] = {}
         self._watch = watch
+        self._own_topic = self._topic(node)
         self._closing = threading.Event()
         self._closed = False
         self._open = False  # frames are only answered when it is known that no other process is this node
@@ -503,8 +504,7 @@ class MqttTransport:
                 if self._connected and self._qos == 0:
                     self._client.post(self._topic(effect.peer), effect.data)
                 elif self._connected:
-                    # paho keeps the payload, whose header changes when it is sent again.
-                    self._client.publish(self._topic(effect.peer), bytes(effect.data), qos=self._qos)
+                    self._client.publish(self._topic(effect.peer), effect.data, qos=self._qos)
             elif isinstance(effect, Deliver):
                 if effect.message.kind == "refused":
                     self._refused[effect.message.sender] = str(effect.message.meta["reason"])
@@ -538,7 +538,7 @@ class MqttTransport:
         """Nothing that the network brings may end the thread."""
         try:
             self._client.quick_ack()
-            if message.topic == self._topic(self.node):
+            if message.topic == self._own_topic:
                 self._frame(message.payload)
             else:
                 self._heard(message)

@@ -14,9 +14,6 @@ from edgesplit.transport.frames import Chunk
 MOST_AGAIN = 64
 """Chunks sent again at once, at most."""
 
-MOST_FREE = 64
-"""Chunks whose memory is kept for the next ones, at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -32,11 +29,12 @@ class Patience:
 
 @dataclass(slots=True)
 class _Sent:
-    """A chunk that is kept: when it was last sent, and how often."""
+    """A chunk that is kept: when it was last sent, how often, and whether its memory may wait to be written yet."""
 
     chunk: Chunk
     at: float = -math.inf
     times: int = 0
+    lent: bool = False
 
 
 class Outbound:
@@ -44,21 +42,17 @@ class Outbound:
 
     Those of a message are kept until all of it is acknowledged: a peer that starts anew needs it from its beginning.
 
-    Args:
-        free: gets the memory of acknowledged chunks that were full, for :func:`frames.split`. Fresh memory is dear.
-
     Attributes:
         boot: the peer's life that the stream is for; 0: not known yet, nothing is sent.
         window: bytes and chunks that the peer allows in flight.
         due: when to call :meth:`timed_out`.
     """
 
-    def __init__(self, patience: Patience, free: list[bytearray] | None = None) -> None:
+    def __init__(self, patience: Patience) -> None:
         self.boot = 0
         self.window = (0, 0)
         self.due = math.inf
         self._patience = patience
-        self._free = free if free is not None else []
         self._kept: dict[int, _Sent] = {}
         self._first = 1  # the first kept
         self._last = 0
@@ -79,6 +73,11 @@ class Outbound:
         return self._last - self._acked
 
     @property
+    def waiting(self) -> bool:
+        """Whether there are chunks that are not in flight."""
+        return self._next <= self._last
+
+    @property
     def flying(self) -> int:
         """Bytes in flight."""
         return self._flying
@@ -90,8 +89,11 @@ class Outbound:
             self._kept[self._last] = _Sent(chunk)
 
     def chunk(self, number: int, now: float) -> Chunk:
-        """Return a chunk to be published now."""
+        """Return a chunk to be published now: its header may be written, the one given before is left as it is."""
         sent = self._kept[number]
+        if sent.lent:
+            sent.chunk = sent.chunk._replace(data=bytearray(sent.chunk.data))
+        sent.lent = True
         sent.at = now
         sent.times += 1
         return sent.chunk
@@ -99,10 +101,10 @@ class Outbound:
     def bind(self, boot: int) -> None:
         """The peer has this life: messages that an earlier one has not acknowledged completely begin a new stream."""
         if boot != self.boot:
-            chunks = [sent.chunk for sent in self._kept.values()]
+            kept = [_Sent(sent.chunk, lent=sent.lent) for sent in self._kept.values()]
             self.boot = boot
-            self._kept = {number: _Sent(chunk) for number, chunk in enumerate(chunks, 1)}
-            self._first, self._last, self._acked, self._highest = 1, len(chunks), 0, 0
+            self._kept = dict(enumerate(kept, 1))
+            self._first, self._last, self._acked, self._highest = 1, len(kept), 0, 0
             self._rewind()
 
     def pump(self, now: float) -> Iterator[int]:
@@ -158,16 +160,11 @@ class Outbound:
                 self._flying -= len(chunk.data)
             if chunk.part == chunk.parts - 1:
                 for done in range(self._first, number + 1):
-                    self._release(self._kept.pop(done).chunk)
+                    del self._kept[done]
                 self._first = number + 1
         self._acked, self._timeouts = mark, 0
         self._next = max(self._next, mark + 1)  # what was to be sent again has arrived after all
         self.due = now + self._wait() if mark < self._next - 1 else math.inf
-
-    def _release(self, chunk: Chunk) -> None:
-        # All but the last chunk of a message are full.
-        if chunk.part < chunk.parts - 1 and len(self._free) < MOST_FREE:
-            self._free.append(chunk.data)
 
     def _recover(self) -> Iterator[int]:
         """After a timeout each acknowledgement shows that chunks get through again: send twice as many as before."""

@@ -10,10 +10,14 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paho.mqtt.client import Client
+
+CARE_S = 0.25
+"""Between two looks at the connection's keep-alive, which is counted in seconds."""
 
 
 class Pump:
@@ -30,6 +34,8 @@ class Pump:
     def __init__(self, client: Client, *, direct: bool) -> None:
         self.writing = threading.Lock()
         self._client, self._direct = client, direct
+        self._care_at = 0.0
+        self._watched = False
         self._bell, self._ear = socket.socketpair()
         for end in (self._bell, self._ear):
             end.setblocking(False)
@@ -44,7 +50,9 @@ class Pump:
         if sock is None:
             return False
         pending = hasattr(sock, "pending") and sock.pending() > 0
+        self._watched = False  # before the look: what is queued after that rings
         writers = (sock,) if client.want_write() else ()
+        self._watched = bool(writers)
         try:
             readable, _, _ = select.select((sock, self._ear), writers, (), 0.0 if pending else timeout)
         except (OSError, ValueError):
@@ -58,13 +66,18 @@ class Pump:
             with self.writing:
                 if client.loop_write():
                     return False
-        return not client.loop_misc()
+        if (now := time.monotonic()) >= self._care_at:
+            self._care_at = now + CARE_S
+            return not client.loop_misc()
+        return client.socket() is not None
 
     def published(self) -> None:
         """Write what has been published; the network thread goes on where the socket takes no more.
 
         For any thread but the network thread, with no lock held that the client's callbacks take.
         """
+        if not self._client.want_write():
+            return
         if self._direct and self.writing.acquire(blocking=False):
             try:
                 self._client.loop_write()
@@ -72,7 +85,9 @@ class Pump:
                 self.writing.release()
             if not self._client.want_write() and self._client.socket() is not None:
                 return
-        self.ring()
+        # Who watches the socket wakes when it takes more; nobody does when it has been closed here.
+        if not self._watched or self._client.socket() is None:
+            self.ring()
 
     def ring(self) -> None:
         """Wake the network thread."""

@@ -60,7 +60,7 @@ class Settings:
 
 
 class Publish(NamedTuple):
-    """Effect: publish ``data`` to ``peer``'s inbox. It is valid until the next call of the machine."""
+    """Effect: publish ``data`` to ``peer``'s inbox. It is the shell's from now on: it does not change."""
 
     peer: str
     data: bytearray
@@ -120,9 +120,6 @@ class Reliable:
         node: this node's.
         boot: a number that no other life of this node has, not 0.
         key: the run's, with which all chunks are signed.
-
-    Attributes:
-        free: memory of full chunks for :func:`frames.split`.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class Reliable:
         self._node = node
         self._boot = boot
         self._settings = settings or Settings()
-        self.free: list[bytearray] = []
         self._outs: dict[str, Outbound] = {}
         self._greetings: dict[str, _Greeting] = {}
         self._active: set[str] = set()  # peers with chunks outstanding or a hello pending
@@ -176,7 +172,9 @@ class Reliable:
         effects: list[Effect] = []
         out = self._outs.get(frame.sender)
         if out is not None and out.boot == frame.boot:
-            effects += self._acknowledged(frame, out, now)
+            out.window = (frame.window_bytes, frame.window_frames)
+            if out.outstanding:
+                effects += self._acknowledged(frame, out, now)
         elif out is not None:
             effects += self._suspect(frame.sender, out, now)
         if frame.flags & Flag.DATA:
@@ -253,7 +251,7 @@ class Reliable:
 
     def _out(self, peer: str) -> Outbound:
         if peer not in self._outs:
-            self._outs[peer] = Outbound(self._settings.patience, self.free)
+            self._outs[peer] = Outbound(self._settings.patience)
             self._greetings[peer] = _Greeting()
         return self._outs[peer]
 
@@ -331,12 +329,12 @@ class Reliable:
 
     def _acknowledged(self, frame: Frame, out: Outbound, now: float) -> Iterator[Effect]:
         peer = frame.sender
-        out.window = (frame.window_bytes, frame.window_frames)
         if frame.flags & Flag.ACK:
             yield from self._publish(peer, out.acknowledged(frame.ack, frame.gap, now), now)
         if frame.flags & Flag.RESYNC:
             yield from self._publish(peer, out.again(now), now)
-        yield from self._publish(peer, out.pump(now), now)
+        if out.waiting:
+            yield from self._publish(peer, out.pump(now), now)
         self._rest(peer, out)
 
     def _rest(self, peer: str, out: Outbound) -> None:
