@@ -120,7 +120,7 @@ class Quick(paho.Client):
             self._last_bytes_received = time.monotonic()
             try:
                 packets = intake.took(count)
-            except ValueError:
+            except (ValueError, MemoryError):  # no MQTT, or a length that nobody who means well sends
                 return MQTTErrorCode.MQTT_ERR_PROTOCOL
             for command, data in packets:
                 code = self._take(command, data)
