@@ -185,7 +185,7 @@ def embedded_broker() -> Iterator[EmbeddedBroker]:
         yield broker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_mosquitto(items: list[pytest.Item]) -> None:
     """Mark what needs mosquitto by the fixtures it uses, and skip it where there is none."""
     missing = find_mosquitto() is None
     for item in items:
