@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from edgesplit.errors import TaskError
+from edgesplit.operations import Operations
 from edgesplit.profile import LayerProfile, Profile
 from edgesplit.segments.base import BARE
 from edgesplit.splitting import Chain
@@ -75,7 +75,7 @@ def _measure(
     forward = _median(module, repeats, given)
     params = list(module.parameters())
     trained = [param for param in params if param.requires_grad]
-    with FlopCounterMode(display=False) as counter, _stash(params) as kept:
+    with Operations() as operations, _stash(params) as kept:
         out = module(given())
     outputs = _arrays(out)
     backward = {key: array for key, array in outputs.items() if array.requires_grad}
@@ -85,7 +85,7 @@ def _measure(
         forward_s=forward / batch,
         input_grad_s=_grad_time(backward, wanted, repeats) / batch,
         weight_grad_s=_grad_time(backward, trained, repeats) / batch,
-        flops=counter.get_total_flops() / batch,
+        flops=operations.total / batch,
         param_bytes=sum(map(_bytes, params)),
         trainable_bytes=sum(map(_bytes, trained)),
         cut_bytes={key: _bytes(array) / batch for key, array in outputs.items()},

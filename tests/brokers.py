@@ -5,7 +5,9 @@ Both with and without TLS. Debian's mosquitto has no WebSockets; the broker in i
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -27,11 +29,17 @@ def find_mosquitto() -> str | None:
     return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
 
 
+_BELOW_OUTGOING = range(20_000, 32_000)
+"""Ports that the system gives to nobody by itself: one stays free while a broker is down, and until it is up."""
+
+
 def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free now, and that another process of tests has hardly chosen too."""
+    while True:
+        port = secrets.choice(_BELOW_OUTGOING)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Mosquitto:
@@ -185,7 +193,7 @@ def embedded_broker() -> Iterator[EmbeddedBroker]:
         yield broker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_mosquitto(items: list[pytest.Item]) -> None:
     """Mark what needs mosquitto by the fixtures it uses, and skip it where there is none."""
     missing = find_mosquitto() is None
     for item in items:

@@ -9,22 +9,28 @@ import pytest
 from tests.brokers import (
     authority,
     embedded_broker,
+    mark_mosquitto,
     mosquitto,
     mosquitto_tls,
-    pytest_collection_modifyitems,
     start_mosquitto,
     web_broker,
 )
+from tests.distribution import in_order, pytest_xdist_auto_num_workers
 
 __all__ = [
     "authority",
     "embedded_broker",
     "mosquitto",
     "mosquitto_tls",
-    "pytest_collection_modifyitems",
+    "pytest_xdist_auto_num_workers",
     "start_mosquitto",
     "web_broker",
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_mosquitto(items)
+    in_order(items)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ LAYERS = [
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
         "transport.base", "transport.frames", "transport.address", "transport.access",
-        "transport.key", "segments.base", "segments.random",
+        "transport.key", "segments.base", "segments.random", "operations",
     },
     {
         "recovery", "planner", "methods", "orders", "weights", "splitting", "profiling", "protocol", "data",
@@ -51,6 +51,7 @@ LAZY = {("topology", "topology_file")}
 HOMES = {
     "torch": {
         "splitting",
+        "operations",
         "profiling",
         "segments.masks",
         "segments.torch*",

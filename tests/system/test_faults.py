@@ -115,21 +115,19 @@ def unknown_nodes(place: Shell) -> None:
 
 
 @fault
-def cuts_that_cannot_be(place: Shell) -> None:
+def a_cut_that_cannot_be(place: Shell) -> None:
     refused(
         place.run("run", "experiment.yaml", "plan.cuts=[2,9]"),
         "cut 9 is out of range: the chain has 7 layers, cuts are 1 to 6",
     )
-    refused(place.run("run", "experiment.yaml", "plan.cuts=[fc2,atc2]"), "'atc2' is not a layer (did you mean 'act2'?)")
 
 
 @fault
-def tasks_that_do_not_import(place: Shell) -> None:
+def a_task_that_does_not_import(place: Shell) -> None:
     (place.cwd / "broken.py").write_text("import no_such_module\n")
     refused(
         place.run("run", "experiment.yaml", "task=broken.py:task"), "broken.py cannot be imported", "'no_such_module'"
     )
-    refused(place.run("run", "experiment.yaml", "task=task.py:point"), "no 'point' in it (did you mean 'points'?)")
 
 
 @fault
@@ -506,7 +504,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_fault(name: str, looked_at: dict[str, Future[None]]) -> None:
     looked_at[name].result()

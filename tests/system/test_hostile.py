@@ -104,9 +104,10 @@ def test_5000_packets_to_live_nodes_change_nothing(mosquitto: Mosquitto) -> None
 def test_a_run_goes_on_without_a_device_whose_data_is_not_finite(tmp_path: Path) -> None:
     """Real processes, which keep their state: only the step that is not finite is done again."""
     with shell(tmp_path) as place:
-        usual = place.run("run", "experiment.yaml", "--name", "usual", "--json").json
+        usual_run = place.start("run", "experiment.yaml", "local.processes=1", "--name", "usual", "--json")
         limits = ("limits.quarantine_after=2", "limits.device_norm=5", "limits.device_weight=1")
         bad = place.run("run", "experiment.yaml", "task_args.infinite=pi-2", *limits, "--name", "bad", "--json").json
+        usual = usual_run.end().json
         lines = [json.loads(line) for line in (place.cwd / "runs" / "bad" / "audit.jsonl").read_text().splitlines()]
     assert list(bad["quarantined"]) == ["pi-2"]
     assert usual["quarantined"] == {}

@@ -39,7 +39,6 @@ def running(
         yield {name: pool.submit(matrix.run_cells, RUNS[name], folder) for name in wanted}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", list(RUNS))
 def test_the_weights_are_those_of_the_undisturbed_run(run: str, running: dict[str, Future[list[Row]]]) -> None:
     rows = running[run].result()
