@@ -1,0 +1,95 @@
+"""The faults of brokers and networks over every way to a broker; the weights must be the undisturbed run's.
+
+``python -m tests.system.ways [--cells PATTERN] [--repeats 3] [--jobs 2] [--markdown FILE] [--list]``
+
+A cell is ``way/role/fault/phase``, as in ``matrix.py``; ``--list`` also says which there cannot be, and why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.system import cells
+from tests.system.broker_faults import BROKER_FAULTS
+from tests.system.command import Shell
+from tests.system.stage import Stage
+from tests.system.way import WAYS
+
+PHASES = ("forward", "backward", "update")
+ROUNDS = len(PHASES) + 1
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "broker": ("kill", "kill-embedded", "over-long", "over-long-told", "shrunk", "shrunk-told", "300MB", "300MB-told"),
+    "device": ("cut-1", "reset-1", "slow", "full-queue"),
+    "edge": ("cut-1", "reset-1", "slow", "full-queue", "refused"),
+    "coordinator": ("cut-1", "reset-1"),
+}
+ONCE = {"shrunk": "forward", "shrunk-told": "forward", "300MB": "fetch", "300MB-told": "fetch"}
+"""Faults for which one phase is enough."""
+
+
+class Cell(NamedTuple):
+    """One place of the matrix."""
+
+    way: str
+    role: str
+    fault: str
+    phase: str
+
+
+def _missing(way: str, fault: str) -> str | None:
+    """Why there is no such fault over a way; None: there is."""
+    if fault == "kill-embedded":
+        return None if WAYS[way].broker == "embedded" else "this is of the embedded broker"
+    if WAYS[way].broker == "mosquitto":
+        return "MQTT 3.1.1 says no limit" if fault == "300MB-told" and WAYS[way].mqtt == "3.1.1" else None
+    if fault == "full-queue":
+        return "this broker has a log of 1 GB in place of queues, and the transport has 32 MB in flight to an inbox"
+    if fault == "refused":
+        return "this broker has no access rules"
+    if BROKER_FAULTS[fault].limits or fault.startswith("shrunk"):
+        return "the packet limit of this broker is edgesplit's own, 256 MB"
+    return None
+
+
+_EVERY = [
+    Cell(way, role, fault, phase)
+    for way in WAYS
+    for role, faults in ROLES.items()
+    for fault in faults
+    for phase in ((ONCE[fault],) if fault in ONCE else PHASES)
+]
+CELLS = [cell for cell in _EVERY if _missing(cell.way, cell.fault) is None]
+MISSING = {
+    f"{cell.way}/{cell.role}/{cell.fault}": reason for cell in _EVERY if (reason := _missing(cell.way, cell.fault))
+}
+
+QUICK = [Cell("mqtts-5", "edge", "reset-1", "forward")]
+"""What the suite runs."""
+
+
+def _stage(place: Shell, found: Sequence[cells.Cell]) -> Stage:
+    way, role, fault, phase = found[0]
+    return Stage(place, role, BROKER_FAULTS[fault], WAYS[way], rounds=2 if phase == ONCE.get(fault) else ROUNDS)
+
+
+def _title(cell: cells.Cell) -> tuple[str, str, str]:
+    way, role, fault, _ = cell
+    return WAYS[way].title, role, BROKER_FAULTS[fault].title
+
+
+TABLE = cells.Table(
+    "tests.system.ways",
+    __doc__.split("\n")[0],
+    "way/role/fault/phase",
+    ("way", "role", "fault"),
+    CELLS,
+    _stage,
+    _title,
+    missing=MISSING,
+)
+
+if __name__ == "__main__":
+    sys.exit(TABLE.main())
