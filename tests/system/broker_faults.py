@@ -11,8 +11,11 @@ from pathlib import Path
 from tests.system.command import wait_until
 from tests.system.stage import FAULTS, Fault, Stage
 
-WIDE = 16_384
-"""So many numbers of a sample that go from a device to the edge, and back: 512 KiB a micro-batch."""
+WIDE = 8_192
+"""So many numbers of a sample that go from a device to the edge, and back: 256 KiB a micro-batch."""
+
+BITE_S = 60.0
+"""Until a fault must have bitten."""
 
 SLOW = 100_000
 FULL_RATE = 500_000
@@ -47,12 +50,12 @@ def _slow(stage: Stage) -> None:
 
 def _full_queue(stage: Stage) -> None:
     """It reads too slowly for the queue that the broker has for it, until the broker has dropped messages."""
-    text = f"Outgoing messages are being dropped for client edgesplit-r-{stage.victim}"
-    before = _said(stage, text)
+    before = stage.entry.dropped()
     stage.relay.slow(FULL_RATE)
     stage.release()
-    wait_until("the broker drops messages", lambda: stage.check() or _said(stage, text) > before)
+    wait_until("the broker drops messages", lambda: stage.check() or stage.entry.dropped() > before, BITE_S)
     stage.relay.mend()
+    stage.note = f"{stage.entry.dropped() - before} messages dropped"
 
 
 def _refused(seconds: float) -> Callable[[Stage], None]:
@@ -62,7 +65,7 @@ def _refused(seconds: float) -> Callable[[Stage], None]:
         before = _said(stage, "Denied PUBLISH")
         _rules(stage, _DENIED, _ALLOWED)
         stage.release()
-        wait_until("the broker refuses", lambda: _said(stage, "Denied PUBLISH") > before)
+        wait_until("the broker refuses", lambda: _said(stage, "Denied PUBLISH") > before, BITE_S)
         if seconds:
             time.sleep(seconds)
             _rules(stage, _ALLOWED)
@@ -119,11 +122,11 @@ BROKER_FAULTS = {
     "kill-embedded": FAULTS["kill-embedded"],
     "cut-1": FAULTS["cut-1"],
     "reset-1": FAULTS["reset-1"],
-    "slow": Fault("reads 100 kB/s for a step of 2 MB", _slow, options=_wide(WIDE)),
+    "slow": Fault("reads 100 kB/s for a step", _slow, options=_wide(WIDE)),
     "full-queue": Fault(
         "a queue of 2 messages: the broker drops what comes then",
         _full_queue,
-        options=_wide(4 * WIDE),
+        options=_wide(8 * WIDE),
         limits=("max_queued_messages 2", "max_inflight_messages 1"),
     ),
     "refused": Fault("a rule refuses what is for the edge, for 3 s", _refused(REFUSED_S), limits=("acl_file {folder}/rules",)),
@@ -142,14 +145,14 @@ BROKER_FAULTS = {
     "shrunk": Fault(
         "comes back and swallows payloads over 30,000 bytes",
         _shrunk("message_size_limit 30000"),
-        options=_wide(WIDE),
-        ends="?",
+        options=(*_wide(WIDE), "timeouts.step_s=10"),
+        ends="no progress in step 3 for 10 s",
     ),
     "shrunk-told": Fault(
         "comes back and ends the connection at packets over 30,000 bytes",
         _shrunk("max_packet_size 30000"),
-        options=(*_wide(WIDE), "timeouts.broker_s=10"),
-        ends="?",
+        options=(*_wide(WIDE), "timeouts.step_s=10"),
+        ends="",
     ),
     "300MB": Fault(
         "300 MB of weights, packets of 256 KiB",

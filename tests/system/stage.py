@@ -247,6 +247,7 @@ class Stage:
         """Wait for the end of all, each in one line."""
         ended = self.run.end()
         assert how in ended.error, ended.error
+        self.note = ended.error
         for command in self.nodes.values():
             assert "Traceback" not in command.end().stderr
 

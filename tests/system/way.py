@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from edgesplit.transport.broker import EmbeddedBroker
-from tests.brokers import Iotcore, Mosquitto, WebBroker, tls_options
+from tests.brokers import Iotcore, Mosquitto, WebBroker, free_port, tls_options
 from tests.certificates import Authority
+from tests.system.command import kept
 from tests.system.relay import Relay
 
 
@@ -37,6 +38,7 @@ class Entry:
         port: that clients reach it at.
         log: what mosquitto has to say.
         lines: of its configuration, but for limits.
+        spy: port of mosquitto's for us, without TLS.
     """
 
     way: Way
@@ -45,6 +47,12 @@ class Entry:
     authority: Authority | None
     log: Path
     lines: tuple[str, ...] = ()
+    spy: int = 0
+
+    def dropped(self) -> int:
+        """How many messages mosquitto has dropped, as it said within the last second."""
+        topic = "$SYS/broker/publish/messages/dropped"
+        return int(kept(self.spy, topic).get(topic, 0))
 
     def limit(self, limits: Sequence[str]) -> None:
         """Have mosquitto come back with other limits."""
@@ -82,10 +90,12 @@ class Way:
         authority = Authority(_new(folder / "papers")) if self.scheme != "mqtt" else None
         with ExitStack() as stack:
             if self.broker == "mosquitto":
-                lines = [f"log_dest file {log}", "log_type all", *(tls_options(authority) if authority else [])]
+                spy = free_port()
+                lines = [f"log_dest file {log}", "log_type all", "sys_interval 1"]
+                lines += [*(tls_options(authority) if authority else []), f"listener {spy} 127.0.0.1"]
                 mosquitto = Mosquitto(folder, [*lines, *(line.format(folder=folder) for line in limits)])
                 stack.callback(mosquitto.stop)
-                yield Entry(self, mosquitto, mosquitto.port, authority, log, tuple(lines))
+                yield Entry(self, mosquitto, mosquitto.port, authority, log, tuple(lines), spy)
             elif self.broker == "embedded":
                 embedded = stack.enter_context(EmbeddedBroker())
                 port = embedded.port_v3 if self.mqtt == "3.1.1" else embedded.port
