@@ -39,11 +39,11 @@ def _said(stage: Stage, text: str) -> int:
 
 
 def _slow(stage: Stage) -> None:
-    """The one that suffers reads slowly until another step has ended."""
+    """The one that suffers reads slowly, until a step has ended of which it has not got anything yet."""
     told, began = stage.last_step(), time.monotonic()
     stage.relay.slow(SLOW)
     stage.release()
-    wait_until("a step over the slow network", lambda: stage.went_on(told))
+    wait_until("a step over the slow network", lambda: stage.went_on(told + 1))
     stage.relay.mend()
     assert time.monotonic() - began > 2.0, "that was not slow"
 
@@ -111,7 +111,7 @@ def _big(stage: Stage) -> None:
     """Nothing goes wrong but that the weights are a thousand times what the broker takes at once."""
     told = stage.last_step()
     stage.release()
-    wait_until("the next round", lambda: stage.went_on(told))
+    wait_until("the next round", lambda: stage.went_on(told), stage.fault.longest_s)
     peaks = {"coordinator": stage.run.pid, **{name: node.pid for name, node in stage.nodes.items()}}
     peaks["broker"] = stage.broker.pid
     stage.note = ", ".join(f"{name} {_peak(pid)} MB" for name, pid in peaks.items())
@@ -158,12 +158,16 @@ BROKER_FAULTS = {
         "300 MB of weights, packets of 256 KiB",
         _big,
         options=(f"task_args.width={WIDTH_300MB}",),
+        steps=2,
+        longest_s=600.0,
         limits=(f"message_size_limit {PACKET_300MB}",),
     ),
     "300MB-told": Fault(
         "300 MB of weights, packets of 256 KiB, which MQTT 5 says",
         _big,
         options=(f"task_args.width={WIDTH_300MB}",),
+        steps=2,
+        longest_s=600.0,
         limits=(f"max_packet_size {PACKET_300MB}",),
     ),
 }

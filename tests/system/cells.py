@@ -79,7 +79,7 @@ class Table:
                 for index, cell in enumerate(cells):
                     hits.append(stage.strike(index, cell[-1]))
                 if stage.fault.ends is None:
-                    wanted, found = undisturbed(tuple(stage.options), folder), stage.end()["weights"]
+                    found, wanted = stage.end()["weights"], undisturbed(stage, folder)
                     if found != wanted:
                         error = f"other weights: {found[:12]}, not {wanted[:12]}"
         except Exception as failure:  # noqa: BLE001 - a row of the table, not the end of it
@@ -153,13 +153,14 @@ _undisturbed: dict[tuple[str, ...], str] = {}
 _lock = threading.Lock()
 
 
-def undisturbed(options: tuple[str, ...], folder: Path) -> str:
-    """Return the weights of the run of these options that nothing happens to."""
+def undisturbed(stage: Stage, folder: Path) -> str:
+    """Return the weights of a run of the same options that nothing happens to."""
+    options = tuple(stage.options)
     with _lock:
         if options not in _undisturbed:
             with shell(folder) as place:
-                ended = place.run("run", "experiment.yaml", *options, "local.processes=1", "--json")
-                _undisturbed[options] = str(ended.json["weights"])
+                command = place.start("run", "experiment.yaml", *options, "local.processes=1", "--json")
+                _undisturbed[options] = str(command.end(stage.fault.longest_s).json["weights"])
         return _undisturbed[options]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tests.brokers import free_port
 
 PIECE, SLOW_PIECE = 1 << 16, 1 << 12
+SEGMENT = 1400
 
 
 class Relay:
@@ -109,6 +110,8 @@ class Relay:
         sock = socket.socket()
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+        # With the long segments of the loopback interface the system would keep megabytes on the broker's side too.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
         return sock

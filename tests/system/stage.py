@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from edgesplit.observe.recorder import read_events
-from tests.system.command import Command, Shell, wait_until
+from tests.system.command import LONGEST_S, Command, Shell, wait_until
 from tests.system.relay import Relay
 from tests.system.way import MOSQUITTO, Way
 
@@ -25,7 +25,6 @@ PATIENCE_S = 100
 OPTIONS = (
     "task=gated.py:points",
     "topology=pair.yaml",
-    f"steps_per_round={STEPS}",
     "evaluate.where=[coordinator,device]",
     f"on_node_lost=wait={PATIENCE_S}s",
 )
@@ -83,6 +82,8 @@ class Fault:
         limits: of mosquitto, from the start.
         launcher: of the node that suffers.
         ends: part of the line with which the run ends; None: it goes on.
+        steps: of a round.
+        longest_s: until anything of the run counts as hanging.
     """
 
     title: str
@@ -92,6 +93,8 @@ class Fault:
     limits: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
     ends: str | None = None
+    steps: int = STEPS
+    longest_s: float = LONGEST_S
 
 
 class Stage:
@@ -115,7 +118,7 @@ class Stage:
         self.broker = self.entry.broker
         self.relay = Relay(self.entry.port)
         self._stack.callback(self.relay.close)
-        self.options = [*OPTIONS, f"rounds={rounds}", *fault.options]
+        self.options = [*OPTIONS, f"rounds={rounds}", f"steps_per_round={fault.steps}", *fault.options]
         self.nodes: dict[str, Command] = {}
         self._hold, self._held = place.cwd / "hold", place.cwd / "held"
 
@@ -199,14 +202,14 @@ class Stage:
         """Have a fault find the run in a phase of its round ``index``, and wait until a new step has ended."""
         what, part = PHASES[phase]
         first = not hasattr(self, "run")
-        step = int((index + part) * STEPS) if what != "join" else 0
+        step = int((index + part) * self.fault.steps) if what != "join" else 0
         self.hold(f"{self.victim} {what} {step}")
         if first:
             self.start_run()
             if self.fault.where == "hand":
                 wait_until("the run's key", (self.place.cwd / "runs" / "r" / "key").exists)
                 self.start_nodes()
-        wait_until(f"{phase} of {self.victim}", self.is_held)
+        wait_until(f"{phase} of {self.victim}", self.is_held, self.fault.longest_s)
         time.sleep(SETTLE_S)
         told, cuts, began = self.last_step(), self._cuts(), time.monotonic()
         self.fault.inflict(self)
@@ -214,7 +217,7 @@ class Stage:
         if self.fault.ends is not None:
             self._fails(self.fault.ends)
         else:
-            wait_until("a new step", lambda: self.went_on(told))
+            wait_until("a new step", lambda: self.went_on(told), self.fault.longest_s)
         now = time.monotonic()
         new = [cut for term, cut in self._cuts().items() if term not in cuts]
         return Hit(max([told - cut for cut in new], default=0), now - began, now - over, self.note)
@@ -253,12 +256,12 @@ class Stage:
 
     def end(self) -> Mapping[str, Any]:
         """Wait for the end; nothing is left running or kept, and each step was told of once."""
-        found = self.run.end().json
+        found = self.run.end(self.fault.longest_s).json
         assert found["rounds"] == self.rounds
         told = [event["step"] for event in self.said if event["event"] == "step"]
         assert told == sorted(set(told)), f"steps were told of as {told}"
         events = read_events(self.place.cwd / "runs" / "r" / "events.jsonl")
-        assert {event.step for event in events} >= set(range(STEPS * self.rounds))
+        assert {event.step for event in events} >= set(range(self.fault.steps * self.rounds))
         for command in self.nodes.values():
             ended = command.end()
             assert ended.status == 0, ended.stderr

@@ -43,8 +43,12 @@ def _missing(way: str, fault: str) -> str | None:
     """Why there is no such fault over a way; None: there is."""
     if fault == "kill-embedded":
         return None if WAYS[way].broker == "embedded" else "this is of the embedded broker"
+    if WAYS[way].broker == "mosquitto" and fault.startswith("300MB"):
+        told = WAYS[way].mqtt == "5"
+        other = "tells clients the limit" if told else "cannot tell clients the limit"
+        return None if told == (fault == "300MB-told") else f"MQTT {WAYS[way].mqtt} {other}"
     if WAYS[way].broker == "mosquitto":
-        return "MQTT 3.1.1 says no limit" if fault == "300MB-told" and WAYS[way].mqtt == "3.1.1" else None
+        return None
     if fault == "full-queue":
         return "this broker has a log of 1 GB in place of queues, and the transport has 32 MB in flight to an inbox"
     if fault == "refused":
