@@ -129,7 +129,9 @@ BROKER_FAULTS = {
         options=_wide(8 * WIDE),
         limits=("max_queued_messages 2", "max_inflight_messages 1"),
     ),
-    "refused": Fault("a rule refuses what is for the edge, for 3 s", _refused(REFUSED_S), limits=("acl_file {folder}/rules",)),
+    "refused": Fault(
+        "a rule refuses what is for the edge, for 3 s", _refused(REFUSED_S), limits=("acl_file {folder}/rules",)
+    ),
     "over-long": Fault(
         f"payloads over {LIMIT} bytes are swallowed; `kill -9`",
         _over_long,

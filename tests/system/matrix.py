@@ -53,6 +53,7 @@ class Cell(NamedTuple):
     fault: str
     phase: str
 
+
 CELLS = [
     Cell(role, fault, phase)
     for role, faults in ROLES.items()
@@ -77,8 +78,6 @@ QUICK = [
     )
 ]
 """What the suite runs."""
-
-
 
 
 def _stage(place: Shell, found: Sequence[cells.Cell]) -> Stage:

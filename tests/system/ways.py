@@ -18,7 +18,6 @@ from tests.system.stage import Stage
 from tests.system.way import WAYS
 
 PHASES = ("forward", "backward", "update")
-ROUNDS = len(PHASES) + 1
 
 ROLES: dict[str, tuple[str, ...]] = {
     "broker": ("kill", "kill-embedded", "over-long", "over-long-told", "shrunk", "shrunk-told", "300MB", "300MB-told"),
@@ -75,8 +74,8 @@ QUICK = [Cell("mqtts-5", "edge", "reset-1", "forward")]
 
 
 def _stage(place: Shell, found: Sequence[cells.Cell]) -> Stage:
-    way, role, fault, phase = found[0]
-    return Stage(place, role, BROKER_FAULTS[fault], WAYS[way], rounds=2 if phase == ONCE.get(fault) else ROUNDS)
+    way, role, fault, _ = found[0]
+    return Stage(place, role, BROKER_FAULTS[fault], WAYS[way], rounds=len(found) + 1)
 
 
 def _title(cell: cells.Cell) -> tuple[str, str, str]:
