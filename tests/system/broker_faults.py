@@ -145,13 +145,13 @@ BROKER_FAULTS = {
         limits=(f"max_packet_size {LIMIT}",),
     ),
     "shrunk": Fault(
-        "comes back and swallows payloads over 30,000 bytes",
+        "comes back and swallows payloads over 30,000 bytes: the run ends with a line",
         _shrunk("message_size_limit 30000"),
         options=(*_wide(WIDE), "timeouts.step_s=10"),
         ends="no progress in step 3 for 10 s",
     ),
     "shrunk-told": Fault(
-        "comes back and ends the connection at packets over 30,000 bytes",
+        "comes back and ends the connection at packets over 30,000 bytes: the run ends with a line",
         _shrunk("max_packet_size 30000"),
         options=(*_wide(WIDE), "timeouts.step_s=10"),
         ends="",

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,13 +106,16 @@ class Table:
     def markdown(self, rows: Sequence[Row]) -> str:
         """A line for each fault, of all its phases."""
         heads = ["phases x runs", "equal weights", "steps done again, most", "s to the next new step", "most"]
-        lines = [_line([*self.titles, *heads]), _line(["---"] * (len(self.titles) + len(heads)))]
+        found = self.together(rows, lambda cell: cell[:-1])
+        return table([*self.titles, *heads], [[*self.title(of[0].cell), *_figures(of)] for of in found])
+
+    def together(self, rows: Sequence[Row], key: Callable[[Cell], Cell]) -> list[list[Row]]:
+        """Put rows of one key together, in the order of the cells."""
         order = {cell: number for number, cell in enumerate(self.cells)}
-        rows = sorted(rows, key=lambda row: order[row.cell])
-        for key in dict.fromkeys(row.cell[:-1] for row in rows):
-            mine = [row for row in rows if row.cell[:-1] == key]
-            lines.append(_line([*self.title(mine[0].cell), *_figures(mine)]))
-        return "\n".join(lines)
+        found: dict[Cell, list[Row]] = {}
+        for row in sorted(rows, key=lambda row: order[row.cell]):
+            found.setdefault(key(row.cell), []).append(row)
+        return list(found.values())
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run the table and print it."""
@@ -164,18 +167,31 @@ def undisturbed(stage: Stage, folder: Path) -> str:
         return _undisturbed[options]
 
 
+def good(rows: Sequence[Row]) -> str:
+    """How many are as they should be."""
+    return f"{sum(row.error is None for row in rows)} of {len(rows)}"
+
+
+def longest(rows: Sequence[Row]) -> str:
+    """Seconds to the next new step, at most."""
+    return f"{max((row.hit.lost for row in rows if row.hit), default=0.0):.1f}"
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Return a table in markdown."""
+    rule = "|---" * len(heads) + "|"
+    texts = [f"| {' | '.join(map(str, texts))} |" for texts in (heads, *lines)]
+    return "\n".join([texts[0], rule, *texts[1:]])
+
+
 def _figures(rows: Sequence[Row]) -> list[Any]:
     hits = [row.hit for row in rows if row.hit]
     lost = [hit.lost for hit in hits]
     phases = len({row.cell[-1] for row in rows})
     return [
         f"{phases} x {len(rows) // phases}",
-        f"{sum(row.error is None for row in rows)} of {len(rows)}",
+        good(rows),
         max((hit.again for hit in hits), default=0),
         f"{statistics.median(lost):.1f}" if lost else "",
-        f"{max(lost, default=0.0):.1f}",
+        longest(rows),
     ]
-
-
-def _line(texts: Sequence[Any]) -> str:
-    return f"| {' | '.join(map(str, texts))} |" if texts[0] != "---" else "|---" * len(texts) + "|"

@@ -1,4 +1,4 @@
-"""Faults of brokers over the ways to them: a part of the matrix of ``ways.py``, and whether its means do what they say."""
+"""Faults of brokers over the ways to them: a part of the matrix of ``ways.py``, and whether its means work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from edgesplit.transport.access import Access
 from edgesplit.transport.mqtt import MqttTransport
 from tests.brokers import find_mosquitto
 from tests.system import ways
+from tests.system.cells import Row
 from tests.system.relay import Relay
+from tests.system.stage import Hit
 from tests.system.way import WAYS
 
 pytestmark = pytest.mark.system
@@ -33,6 +35,16 @@ def test_every_fault_is_over_every_way_or_says_why_not(capsys: pytest.CaptureFix
     assert there == {(way, *fault) for way in WAYS for fault in faults}
     assert ways.TABLE.main(["--list", "--cells", "wss-3/edge/refused*"]) == 0
     assert capsys.readouterr().out == "wss-3/edge/refused: none, this broker has no access rules\n"
+
+
+def test_the_table_has_a_column_for_each_way() -> None:
+    cells = [ways.Cell(way, "edge", "refused", phase) for way in ("mqtts-5", "mosquitto-3") for phase in ways.PHASES]
+    rows = [Row(cell, Hit(0, 5.0, 0.5), None) for cell in cells[:-1]]
+    head, _, line = ways.TABLE.markdown([*rows, Row(cells[-1], None, "other weights")]).splitlines()
+    assert head == "| role | fault | mosquitto-3 | mqtts-5 | s to the next new step, most |"
+    assert line == "| edge | a rule refuses what is for the edge, for 3 s | 2 of 3 | 3 of 3 | 0.5 |"
+    other = Row(ways.Cell("wss-3", "edge", "cut-1", "forward"), Hit(0, 1.0, 0.0), None)
+    assert ways.TABLE.markdown([*rows, other]).splitlines()[2].split("|")[3:6] == [" 2 of 2 ", " 3 of 3 ", " - "]
 
 
 def test_the_web_server_lets_in_only_clients_with_a_certificate(tmp_path: Path) -> None:
