@@ -50,9 +50,10 @@ class Mosquitto:
         self._config = directory / "mosquitto.conf"
         # Started as root it would become a user that cannot read the directory.
         user = ["user root"] if os.geteuid() == 0 else []
-        lines = [f"listener {self.port} 127.0.0.1", "set_tcp_nodelay true", *user, *options]
-        self._config.write_text("\n".join([*lines, f"allow_anonymous {str(anonymous).lower()}", ""]))
+        self._lines = [f"listener {self.port} 127.0.0.1", "set_tcp_nodelay true", *user]
+        self._last = [f"allow_anonymous {str(anonymous).lower()}", ""]
         self._process: subprocess.Popen[bytes] | None = None
+        self.configure(options)
         self.start()
 
     @property
@@ -67,6 +68,10 @@ class Mosquitto:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def configure(self, options: Sequence[str]) -> None:
+        """Write its configuration, for the next start."""
+        self._config.write_text("\n".join([*self._lines, *options, *self._last]))
 
     def start(self) -> None:
         found = find_mosquitto()
@@ -162,6 +167,26 @@ dynamic_filters = true
 """
 
 
+class Iotcore:
+    """The process of the broker in iotcore, to be ended and started as mosquitto's."""
+
+    def __init__(self, broker: iotcore.Broker, port: int) -> None:
+        self.port, self._broker = port, broker
+
+    @property
+    def pid(self) -> int:
+        return int(self._broker._process.pid)
+
+    def start(self) -> None:
+        self._broker.start()
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if self._broker.is_running:
+            self._broker._process.send_signal(how)
+            self._broker._process.wait(10)
+        self._broker.stop()
+
+
 class WebBroker:
     """A broker behind WebSockets, on a port with TLS and one without; MQTT 3.1.1."""
 
@@ -173,10 +198,11 @@ class WebBroker:
         (folder / "web.toml").write_text(_WEB + "".join(listeners) + tls)
         self.plain = Access(f"ws://127.0.0.1:{ports[0]}/mqtt")
         self.secure = Access(f"wss://localhost:{ports[1]}/mqtt", ca=str(authority.ca))
-        self._broker = iotcore.Broker(config_path=str(folder / "web.toml")).start()
+        self.process = Iotcore(iotcore.Broker(config_path=str(folder / "web.toml")), ports[0])
+        self.process.start()
 
     def close(self) -> None:
-        self._broker.stop()
+        self.process.stop()
 
 
 @pytest.fixture(scope="session")

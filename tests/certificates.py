@@ -51,6 +51,11 @@ class Authority:
         files[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
         return str(files[0]), str(files[1])
 
+    def options(self, name: str) -> list[str]:
+        """Return the options of a command line for a client of that name."""
+        cert, key = self.sign(name)
+        return ["--ca", str(self.ca), "--cert", cert, "--cert-key", key]
+
 
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, since: int, until: int

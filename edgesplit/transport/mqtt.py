@@ -360,19 +360,29 @@ class MqttTransport:
 
     def _fitting_chunk(self, max_packet: int | None) -> int:
         limit = min(x for x in (max_packet, self._answers.packet_limit, PACKET) if x)
-        size = limit - len(self._topic("x" * 64)) - 16
+        size = limit - self._around
         if size < LEAST_CHUNK:
             raise TransportError(f"the broker's packet limit of {limit} bytes is too small: allow 64 KiB or more")
         return size
 
+    @property
+    def _around(self) -> int:
+        """Bytes of a packet that are not the chunk's, at most."""
+        return len(self._topic("x" * 64)) + 16
+
     def _probe_own_topic(self) -> None:
-        """Send chunks to oneself, the longest first: a broker may swallow one without a word."""
-        head, sizes = frames.header_size(self.node), [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
-        for size in sizes:  # without a MAC: who else would believe it
-            (chunk,) = frames.split([bytes(size - head)], size, self.node)
-            data = frames.seal(chunk, Flag.PROBE, self._endpoint.run_hash, self.node, self._boot, self._boot)
-            self._client.publish(self._topic(self.node), data, qos=self._qos)
-        if not self._loop_until(lambda: self._probed > 0):
+        """Send chunks to oneself, the longest first: a broker may swallow one without a word, or hang up."""
+        sizes = [self.chunk_size, *(s for s in SHORTER if s < self.chunk_size)]
+        for longest, size in enumerate(sizes):
+            for shorter in sizes[longest:]:
+                self._probe(shorter)
+            if self._loop_until(lambda: self._probed > 0) or self._answers.lost is None or size == sizes[-1]:
+                break
+            self._drop(self._client)
+            self._pump.close()
+            self.version, self._client = self._connect([self.version])
+            self._subscribe_first()
+        if not self._probed:
             what = (
                 "the broker closed the connection"
                 if self._answers.lost
@@ -383,6 +393,12 @@ class MqttTransport:
                 f"lost ({what}): an access rule or a packet limit of the broker swallows it"
             )
         self.chunk_size = self._probed  # packets keep their order: the first to come is the longest that passes
+
+    def _probe(self, size: int) -> None:
+        (chunk,) = frames.split([bytes(size - frames.header_size(self.node))], size, self.node)
+        # Without a MAC: who else would believe it.
+        data = frames.seal(chunk, Flag.PROBE, self._endpoint.run_hash, self.node, self._boot, self._boot)
+        self._client.publish(self._topic(self.node), data, qos=self._qos)
 
     def _claim_name(self) -> None:
         """Make sure that no other process is this node. The first status on the topic wins."""
@@ -463,6 +479,9 @@ class MqttTransport:
             self._loop_until(lambda: self._answers.connack is not None)
             if answers.connack is not None and answers.connack.is_failure:
                 self._inbox.fail(refusal(self._address, answers.connack.getName()))
+            elif 0 < answers.packet_limit < self.chunk_size + self._around:
+                self._inbox.fail(self._shrunk(answers.packet_limit))
+                self._closing.wait()  # what is under way has been cut for longer packets, and would end each connection
             elif answers.connack is not None:
                 self._lives.began(time.monotonic())
                 self._subscribe()
@@ -470,6 +489,12 @@ class MqttTransport:
                     self._resume(time.monotonic())
                 else:
                     self._lives.ended(time.monotonic())
+
+    def _shrunk(self, limit: int) -> TransportError:
+        return TransportError(
+            f"the broker at {self._address} takes packets of {limit} bytes now, and {self.node!r} has cut its messages "
+            f"for {self.chunk_size + self._around}: give the broker its old limit back, or start the run again"
+        )
 
     def _thrown_out(self) -> TransportError:
         name = self._access.id_of(self.run, self.node, self._boot)

@@ -31,7 +31,7 @@ from edgesplit.transport.broker import EmbeddedBroker
 from edgesplit.transport.frames import Flag
 from edgesplit.transport.key import Key
 from edgesplit.transport.memory import MemoryTransport
-from edgesplit.transport.mqtt import MqttTransport
+from edgesplit.transport.mqtt import SHORTER, MqttTransport
 from tests.brokers import Mosquitto, WebBroker, free_port, tls_options, with_certificate
 from tests.certificates import Authority
 
@@ -279,7 +279,7 @@ def test_statuses_of_the_run_become_messages(fleet: Fleet) -> None:
 NODE = """
 import sys, time
 from edgesplit.transport.base import Message
-from edgesplit.transport.mqtt import MqttTransport
+from edgesplit.transport.mqtt import SHORTER, MqttTransport
 url, run, node = sys.argv[1:]
 transport = MqttTransport(url, run=run, node=node, heartbeat=0.2)
 inbox = transport.mailbox(node)
@@ -584,6 +584,32 @@ def test_a_packet_limit_is_obeyed_or_named(start_mosquitto: Callable[..., Mosqui
     silent = start_mosquitto(["message_size_limit 9000"])
     with pytest.raises(TransportError, match="packet limit"):
         MqttTransport(silent.url, run="r", node="a", connect_timeout=1.0)
+
+
+def test_a_broker_that_hangs_up_at_long_packets_gets_shorter_ones(start_mosquitto: Callable[..., Mosquitto]) -> None:
+    """MQTT 3.1.1 has no way to say how long a packet may be."""
+    values = np.arange(40_000, dtype=np.float32)
+    fleet = Fleet(start_mosquitto(["max_packet_size 100000"]).url)
+    a, b = fleet("a", mqtt_version="3.1.1"), fleet("b", mqtt_version="3.1.1")
+    assert a.chunk_size == SHORTER[0]
+    a.send("b", Message(kind="act", sender="a", arrays=pack({"h": values})))
+    np.testing.assert_array_equal(unpack(take(b.mailbox("b")).arrays)["h"], values)
+    fleet.close()
+
+
+def test_a_broker_that_comes_back_with_a_shorter_packet_limit_is_told_of(
+    start_mosquitto: Callable[..., Mosquitto],
+) -> None:
+    """What is under way has been cut already, and would end one connection after the other."""
+    broker = start_mosquitto(["max_packet_size 100000"])
+    fleet = Fleet(broker.url)
+    a = fleet("a")
+    broker.stop()
+    broker.configure(["max_packet_size 30000"])
+    broker.start()
+    with pytest.raises(TransportError, match=r"takes packets of 30000 bytes now, and 'a' has cut .* old limit back"):
+        a.mailbox("a").get(10)
+    fleet.close()
 
 
 @pytest.mark.parametrize("embedded", [False, True])

@@ -46,13 +46,13 @@ def wait_until(what: str, condition: Callable[[], Any], timeout: float = LONGEST
     return found
 
 
-def kept(port: int) -> list[str]:
-    """Topics of which a broker keeps a message."""
-    found: list[str] = []
+def kept(port: int, topic: str = "#") -> dict[str, bytes]:
+    """Return the messages that a broker keeps."""
+    found: dict[str, bytes] = {}
     client = paho.Client(CallbackAPIVersion.VERSION2)
-    client.on_message = lambda _client, _data, message: found.append(message.topic)
+    client.on_message = lambda _client, _data, message: found.update({message.topic: message.payload})
     client.connect("127.0.0.1", port)
-    client.subscribe("#", qos=1)
+    client.subscribe([(topic, 1), ("end", 1)])
     client.publish("end", b"", qos=1)  # comes back after all that is kept
     wait_until("the messages kept", lambda: client.loop(0.1) == paho.MQTT_ERR_SUCCESS and "end" in found)
     client.disconnect()

@@ -1,14 +1,19 @@
-"""A network of one's own between one client and a broker, which can be cut."""
+"""A network of one's own between clients and a broker, which can be cut or slowed down."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import threading
 from collections.abc import Coroutine
 from typing import Any
 
 from tests.brokers import free_port
+
+PIECE, SLOW_PIECE = 1 << 16, 1 << 12
+SEGMENT = 1400
 
 
 class Relay:
@@ -16,23 +21,25 @@ class Relay:
 
     Args:
         port: of the broker.
+        tls: clients speak TLS to here, and nobody does from here on, as at a web server in front of a broker.
     """
 
-    def __init__(self, port: int) -> None:
-        self.port, self._target = free_port(), port
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self.port, self._target, self._tls = free_port(), port, tls
+        self._rate: float | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._writers: set[asyncio.StreamWriter] = set()
         self._call(self._begin())
 
-    @property
-    def url(self) -> str:
-        return f"mqtt://127.0.0.1:{self.port}"
-
     def cut(self) -> None:
         """From now on nothing passes, and nobody is told: what was sent waits."""
         self._call(self._cut())
+
+    def slow(self, rate: float) -> None:
+        """From now on the clients get so many bytes a second of what the broker sends them."""
+        self._rate = rate
 
     def reset(self) -> None:
         """End all connections, and take no new ones."""
@@ -54,7 +61,7 @@ class Relay:
     async def _begin(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        await self._listen()
 
     async def _cut(self) -> None:
         self._open.clear()
@@ -65,9 +72,13 @@ class Relay:
             writer.transport.abort()
 
     async def _mend(self) -> None:
+        self._rate = None
         self._open.set()
         if not self._server.is_serving():
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+            await self._listen()
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._tls)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """What a client sent that gave up meanwhile does not arrive: its connection was never there."""
@@ -76,15 +87,15 @@ class Relay:
             first = b""
             while not self._open.is_set():
                 with contextlib.suppress(TimeoutError):
-                    data = await asyncio.wait_for(reader.read(1 << 16), 0.05)
+                    data = await asyncio.wait_for(reader.read(PIECE), 0.05)
                     if not data:
                         return
                     first += data
-            up_reader, up = await asyncio.open_connection("127.0.0.1", self._target)
+            up_reader, up = await asyncio.open_connection(sock=await self._narrow())
             self._writers.add(up)
             try:
                 up.write(first)
-                await asyncio.gather(self._pump(reader, up), self._pump(up_reader, writer))
+                await asyncio.gather(self._pump(reader, up), self._pump(up_reader, writer, down=True))
             finally:
                 self._writers.discard(up)
                 up.transport.abort()
@@ -94,10 +105,23 @@ class Relay:
             self._writers.discard(writer)
             writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
+    async def _narrow(self) -> socket.socket:
+        """Connect to the broker; what this end does not read is soon the broker's affair, not the system's."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+        # With the long segments of the loopback interface the system would keep megabytes on the broker's side too.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
+        return sock
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False) -> None:
+        while data := await reader.read(SLOW_PIECE if down and self._rate else PIECE):
             await self._open.wait()
             writer.write(data)
             await writer.drain()
+            if down and self._rate:
+                await asyncio.sleep(len(data) / self._rate)
         await self._open.wait()
         writer.close()

@@ -7,15 +7,15 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from edgesplit.observe.recorder import read_events
-from tests.brokers import Mosquitto
-from tests.system.command import Command, Shell, wait_until
+from tests.system.command import LONGEST_S, Command, Shell, wait_until
 from tests.system.relay import Relay
+from tests.system.way import MOSQUITTO, Way
 
 STEPS, ROUNDS = 6, 9
 SETTLE_S = 0.3
@@ -25,8 +25,6 @@ PATIENCE_S = 100
 OPTIONS = (
     "task=gated.py:points",
     "topology=pair.yaml",
-    f"rounds={ROUNDS}",
-    f"steps_per_round={STEPS}",
     "evaluate.where=[coordinator,device]",
     f"on_node_lost=wait={PATIENCE_S}s",
 )
@@ -58,14 +56,17 @@ class Hit(NamedTuple):
         again: steps that had ended and were done again.
         down: seconds from the fault to the end of the first new step.
         lost: the same from when the fault was over: the process there again, the network mended.
+        note: what else there is to say of it.
     """
 
     again: int
     down: float
     lost: float
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.again} steps again, {self.down:.1f} s in all, {self.lost:.1f} s after the fault was over"
+        times = f"{self.down:.1f} s in all, {self.lost:.1f} s after the fault was over"
+        return f"{self.again} steps again, {times}{'; ' * bool(self.note)}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,25 @@ class Fault:
     Attributes:
         title: for people.
         inflict: does it, and returns when it is over.
-        where: ``local`` (processes of the coordinator over mosquitto), ``hand`` (started by somebody else), or
-            ``embedded``.
+        where: ``local`` (processes of the coordinator over a broker), ``hand`` (started by somebody else), or
+            ``embedded``: the coordinator's own processes over its own broker.
+        options: of the run.
+        limits: of mosquitto, from the start.
+        launcher: of the node that suffers.
+        ends: part of the line with which the run ends; None: it goes on.
+        steps: of a round.
+        longest_s: until anything of the run counts as hanging.
     """
 
     title: str
     inflict: Callable[[Stage], None]
     where: str = "hand"
+    options: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    ends: str | None = None
+    steps: int = STEPS
+    longest_s: float = LONGEST_S
 
 
 class Stage:
@@ -90,19 +103,22 @@ class Stage:
     Args:
         place: the project.
         role, fault: of the cells.
+        way: to the broker.
+        rounds: of the run; one more than faults.
     """
 
-    def __init__(self, place: Shell, role: str, fault: str) -> None:
-        self.place, self.role, self.fault = place, role, FAULTS[fault]
+    def __init__(self, place: Shell, role: str, fault: Fault, way: Way = MOSQUITTO, rounds: int = ROUNDS) -> None:
+        self.place, self.role, self.fault, self.rounds = place, role, fault, rounds
         self.victim = VICTIMS.get(role, "edge")
         self.clock = place.cwd / "clock"
-        self._full_disk = fault == "disk"
         self._stack = contextlib.ExitStack()
         self._earlier = ""  # what coordinators before this one have said
-        self._joined = 0
-        self.broker = self._stack.enter_context(_mosquitto(place.cwd))
-        self.relay = Relay(self.broker.port)
+        self.note = ""
+        self.entry = self._stack.enter_context(way.open(place.cwd, fault.limits))
+        self.broker = self.entry.broker
+        self.relay = Relay(self.entry.port)
         self._stack.callback(self.relay.close)
+        self.options = [*OPTIONS, f"rounds={rounds}", f"steps_per_round={fault.steps}", *fault.options]
         self.nodes: dict[str, Command] = {}
         self._hold, self._held = place.cwd / "hold", place.cwd / "held"
 
@@ -117,10 +133,10 @@ class Stage:
     # -- processes
 
     def start_run(self, *options: str) -> None:
-        where = [] if self.fault.where == "embedded" else ["--broker", self._url("coordinator")]
+        where = [] if self.fault.where == "embedded" else self._way_in("coordinator")
         if self.fault.where == "local":
             where.append(f"local.processes={len(NODES)}")
-        arguments = ["experiment.yaml", *OPTIONS, *where, "--name", "r", "--log-format", "json", "--json"]
+        arguments = ["experiment.yaml", *self.options, *where, "--name", "r", "--log-format", "json", "--json"]
         self.run = self.place.start("run", *arguments, *options)
 
     def start_nodes(self) -> None:
@@ -133,14 +149,16 @@ class Stage:
         launcher: tuple[str, ...] = ()
         if names == self.victim and self.fault.inflict in (_clock, _clock_kill):
             env = {"EDGESPLIT_TEST_CLOCK": str(self.clock), "PYTHONPATH": f"{SHIM}:{os.environ['PYTHONPATH']}"}
-        if names == self.victim and self._full_disk:
-            launcher = ("sh", "-c", 'ulimit -f 2; exec "$@"', "sh")
-        options = ("--broker", self._url(names), "--run", "r", "--task", "gated.py:points", "--state", "kept")
+        if names == self.victim:
+            launcher = self.fault.launcher
+        options = (*self._way_in(names), "--run", "r", "--task", "gated.py:points", "--state", "kept")
         options = (*options, "--key-file", "runs/r/key", "--coordinator-s", "100")
         self.nodes[names] = self.place.start("node", *names.split(), *options, env=env, launcher=launcher)
 
-    def _url(self, who: str) -> str:
-        return self.relay.url if who == (self.role if self.role == "coordinator" else self.victim) else self.broker.url
+    def _way_in(self, who: str) -> list[str]:
+        """The one that suffers comes through a network of its own."""
+        hit = who == (self.role if self.role == "coordinator" else self.victim)
+        return self.entry.options(who.replace(" ", "-"), self.relay.port if hit else self.entry.port)
 
     @property
     def at_hand(self) -> Command:
@@ -184,22 +202,25 @@ class Stage:
         """Have a fault find the run in a phase of its round ``index``, and wait until a new step has ended."""
         what, part = PHASES[phase]
         first = not hasattr(self, "run")
-        step = int((index + part) * STEPS) if what != "join" else 0
+        step = int((index + part) * self.fault.steps) if what != "join" else 0
         self.hold(f"{self.victim} {what} {step}")
         if first:
             self.start_run()
             if self.fault.where == "hand":
                 wait_until("the run's key", (self.place.cwd / "runs" / "r" / "key").exists)
                 self.start_nodes()
-        wait_until(f"{phase} of {self.victim}", self.is_held)
+        wait_until(f"{phase} of {self.victim}", self.is_held, self.fault.longest_s)
         time.sleep(SETTLE_S)
         told, cuts, began = self.last_step(), self._cuts(), time.monotonic()
         self.fault.inflict(self)
         over = time.monotonic()
-        wait_until("a new step", lambda: self._went_on(told))
+        if self.fault.ends is not None:
+            self._fails(self.fault.ends)
+        else:
+            wait_until("a new step", lambda: self.went_on(told), self.fault.longest_s)
         now = time.monotonic()
         new = [cut for term, cut in self._cuts().items() if term not in cuts]
-        return Hit(max([told - cut for cut in new], default=0), now - began, now - over)
+        return Hit(max([told - cut for cut in new], default=0), now - began, now - over, self.note)
 
     def hold(self, where: str) -> None:
         self._held.unlink(missing_ok=True)
@@ -214,7 +235,7 @@ class Stage:
         self.check()
         return self._held.exists()
 
-    def _went_on(self, told: int) -> bool:
+    def went_on(self, told: int) -> bool:
         self.check()
         return self.last_step() > told
 
@@ -225,14 +246,22 @@ class Stage:
             if status not in (None, 0):
                 raise AssertionError(f"{command.arguments} ended with {status}:\n{command.stderr[-3000:]}")
 
+    def _fails(self, how: str) -> None:
+        """Wait for the end of all, each in one line."""
+        ended = self.run.end()
+        assert how in ended.error, ended.error
+        self.note = ended.error
+        for command in self.nodes.values():
+            assert "Traceback" not in command.end().stderr
+
     def end(self) -> Mapping[str, Any]:
         """Wait for the end; nothing is left running or kept, and each step was told of once."""
-        found = self.run.end().json
-        assert found["rounds"] == ROUNDS
+        found = self.run.end(self.fault.longest_s).json
+        assert found["rounds"] == self.rounds
         told = [event["step"] for event in self.said if event["event"] == "step"]
         assert told == sorted(set(told)), f"steps were told of as {told}"
         events = read_events(self.place.cwd / "runs" / "r" / "events.jsonl")
-        assert {event.step for event in events} >= set(range(STEPS * ROUNDS))
+        assert {event.step for event in events} >= set(range(self.fault.steps * self.rounds))
         for command in self.nodes.values():
             ended = command.end()
             assert ended.status == 0, ended.stderr
@@ -240,15 +269,6 @@ class Stage:
         left = [*(self.place.cwd / "kept").glob("*/*"), *(self.place.cwd / "runs" / "r" / "state").glob("node-*")]
         assert not left, f"left behind: {left}"
         return found
-
-
-@contextlib.contextmanager
-def _mosquitto(folder: Path) -> Iterator[Mosquitto]:
-    broker = Mosquitto(folder)
-    try:
-        yield broker
-    finally:
-        broker.stop()
 
 
 # What goes wrong
@@ -433,8 +453,11 @@ FAULTS: dict[str, Fault] = {
     "cut-1": Fault("no network for 1 s", _cut(1.0)),
     "cut-10": Fault("no network for 10 s", _cut(10.0)),
     "cut-60": Fault("no network for 60 s", _cut(60.0)),
+    "reset-1": Fault("connection refused for 1 s", _reset(1.0)),
     "reset-10": Fault("connection refused for 10 s", _reset(10.0)),
-    "disk": Fault("full disk and `kill -9` (nodes started by hand)", _kill),
+    "disk": Fault(
+        "full disk and `kill -9` (nodes started by hand)", _kill, launcher=("sh", "-c", 'ulimit -f 2; exec "$@"', "sh")
+    ),
     "clock": Fault("clock set to 1970", _clock),
     "clock-kill": Fault("clock set to 1970 and `kill -9` (nodes started by hand)", _clock_kill),
 }

@@ -13,7 +13,8 @@ import pytest
 
 from tests.brokers import find_mosquitto
 from tests.system import matrix
-from tests.system.matrix import Cell, Row
+from tests.system.cells import Row
+from tests.system.matrix import Cell
 from tests.system.relay import Relay
 from tests.system.stage import STEPS, Hit
 
@@ -21,7 +22,7 @@ MISSING = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not 
 pytestmark = [pytest.mark.system, pytest.mark.mosquitto, MISSING]
 
 AT_ONCE = 3
-RUNS = {"/".join(group[0][:2]): group for group in matrix.groups(matrix.QUICK)}
+RUNS = {"/".join(group[0][:2]): group for group in matrix.TABLE.groups(matrix.QUICK)}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def running(
         if hasattr(item, "callspec") and item.module is request.module
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(matrix.run_cells, RUNS[name], folder) for name in wanted}
+        yield {name: pool.submit(matrix.TABLE.run, RUNS[name], folder) for name in wanted}
 
 
 @pytest.mark.parametrize("run", list(RUNS))
@@ -44,13 +45,13 @@ def test_the_weights_are_those_of_the_undisturbed_run(run: str, running: dict[st
     rows = running[run].result()
     assert [row.error for row in rows] == [None] * len(RUNS[run])
     for row in rows:
-        most = STEPS if row.cell.fault == "disk" else 2  # whoever could keep nothing begins the round again
+        most = STEPS if row.cell[1] == "disk" else 2  # whoever could keep nothing begins the round again
         assert row.hit is not None
         assert row.hit.again <= most
 
 
 def test_every_cell_is_in_one_run() -> None:
-    runs = matrix.groups(matrix.CELLS)
+    runs = matrix.TABLE.groups(matrix.CELLS)
     assert sorted(cell for run in runs for cell in run) == sorted(matrix.CELLS)
     assert all(len({cell[:2] for cell in run}) == 1 for run in runs)
 
@@ -58,9 +59,9 @@ def test_every_cell_is_in_one_run() -> None:
 def test_the_table_says_what_failed() -> None:
     cells = [Cell("edge", "kill", "forward"), Cell("edge", "kill", "fetch")]
     rows = [Row(cells[0], Hit(1, 5.0, 0.5), None), Row(cells[1], Hit(0, 4.0, 0.3), "other weights")]
-    line = matrix.table(rows).splitlines()[-1]
+    line = matrix.TABLE.markdown(rows).splitlines()[-1]
     assert line == "| edge | `kill -9` (local processes) | 2 x 1 | 1 of 2 | 1 | 0.4 | 0.5 |"
-    assert matrix.main(["--list", "--cells", "edge/kill/f*"]) == 0
+    assert matrix.TABLE.main(["--list", "--cells", "edge/kill/f*"]) == 0
 
 
 def test_the_relay_holds_back_and_refuses() -> None:

@@ -40,8 +40,7 @@ def rules(prefix: str) -> str:
 
 def papers(authority: Authority, name: str) -> list[str]:
     """A node's options for TLS; its name is in its certificate."""
-    cert, key = authority.sign(name)
-    return ["--ca", str(authority.ca), "--cert", cert, "--cert-key", key, "--topic-prefix", "site/a"]
+    return [*authority.options(name), "--topic-prefix", "site/a"]
 
 
 def test_a_run_with_certificates_access_rules_and_the_key(

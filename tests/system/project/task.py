@@ -20,20 +20,24 @@ HERE = Path(__file__).resolve().parent
 FEATURES, CLASSES, SAMPLES, HELD_OUT = 8, 4, 128, 400
 
 
-def points(width: int = 16, spoiled: str | None = None, infinite: str | None = None) -> es.Task:
+def points(
+    width: int = 16, spoiled: str | None = None, infinite: str | None = None, wide: int | None = None
+) -> es.Task:
     """Build the task.
 
     Args:
         width: of the hidden layers.
         spoiled: a device whose data cannot be read.
         infinite: a device whose data is not finite.
+        wide: of what the first layer sends on, where that is not ``width``.
     """
+    wide = wide or width
 
     def model() -> nn.Module:
         layers = [
-            ("fc1", nn.Linear(FEATURES, width)),
+            ("fc1", nn.Linear(FEATURES, wide)),
             ("act1", nn.Tanh()),
-            ("fc2", nn.Linear(width, width)),
+            ("fc2", nn.Linear(wide, width)),
             ("fuse", Fuse()),
             ("drop", nn.Dropout(0.1)),
             ("act2", nn.ReLU()),
