@@ -6,7 +6,9 @@ The last part of a cell's name is the phase in which the fault finds the run. A 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import json
 import statistics
 import sys
 import tempfile
@@ -47,6 +49,7 @@ class Table:
         title: for people: those first parts of a cell.
         most: so many phases a run.
         missing: name -> why there is no such cell.
+        below: makes a line below the table.
     """
 
     module: str
@@ -58,6 +61,7 @@ class Table:
     title: Callable[[Cell], Sequence[str]]
     most: Callable[[Cell], int | None] = lambda _: None
     missing: dict[str, str] = field(default_factory=dict)
+    below: Callable[[Path], object] = lambda _: ""
 
     def groups(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """Put cells that differ by the phase together, in the order in which a run meets their phases."""
@@ -88,15 +92,26 @@ class Table:
         missed = cells[len(hits) :]
         return [*rows, *(Row(cell, None, error or "not run") for cell in missed[:1])]
 
-    def measure(self, cells: Sequence[Cell], repeats: int, jobs: int, folder: Path) -> list[Row]:
-        """Run the cells so many times, some side by side."""
-        rows: list[Row] = []
+    def measure(
+        self, cells: Sequence[Cell], repeats: int, jobs: int, folder: Path, kept: Path | None = None
+    ) -> list[Row]:
+        """Run the cells so many times, some side by side.
+
+        Args:
+            kept: a file that gets the rows of each run as it ends; runs that it has already are not done again.
+        """
+        earlier = _read(kept)
+        rows = [row for found in earlier for row in found]
         work = [group for _ in range(repeats) for group in self.groups(cells)]
+        for found in earlier:
+            with contextlib.suppress(ValueError):  # it is of other cells
+                work.remove([row.cell for row in found])
         with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(self.run, group, folder) for group in work]
             for done, future in enumerate(as_completed(futures), start=1):
                 found = future.result()
                 rows += found
+                _write(kept, found)
                 for row in found:
                     told = row.error or (str(row.hit) if row.hit else "")
                     what = f"{'FAILED' if row.error else 'ok'} {'/'.join(row.cell)}"
@@ -105,7 +120,8 @@ class Table:
 
     def markdown(self, rows: Sequence[Row]) -> str:
         """A line for each fault, of all its phases."""
-        heads = ["phases x runs", "equal weights", "steps done again, most", "s to the next new step", "most"]
+        heads = ["phases x runs", "equal weights", "steps done again, most", "s to the next new step"]
+        heads += ["s of it after the fault was over", "most"]
         found = self.together(rows, lambda cell: cell[:-1])
         return table([*self.titles, *heads], [[*self.title(of[0].cell), *_figures(of)] for of in found])
 
@@ -125,6 +141,9 @@ class Table:
         parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
         parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
         parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+        parser.add_argument(
+            "--rows", type=Path, help="a file that keeps the runs done, to go on where this was stopped"
+        )
         options = parser.parse_args(arguments)
 
         def wanted(name: str) -> bool:
@@ -141,8 +160,8 @@ class Table:
         if not cells:
             parser.error(f"no cell is {options.cells!r}: see --list")
         with tempfile.TemporaryDirectory(prefix="edgesplit-cells-") as folder:
-            rows = self.measure(cells, options.repeats, options.jobs, Path(folder))
-        found = self.markdown(rows)
+            rows = self.measure(cells, options.repeats, options.jobs, Path(folder), options.rows)
+            found = f"{self.markdown(rows)}\n\n{self.below(Path(folder))}".strip()
         print(found)
         for row in rows:
             if row.error:
@@ -150,6 +169,21 @@ class Table:
         if options.markdown:
             options.markdown.write_text(found + "\n")
         return int(any(row.error for row in rows))
+
+
+def _read(kept: Path | None) -> list[list[Row]]:
+    """The rows of each run that was kept and went as it should."""
+    if kept is None or not kept.exists():
+        return []
+    runs = [json.loads(line) for line in kept.read_text().splitlines()]
+    found = [[Row(tuple(cell), Hit(*hit) if hit else None, error) for cell, hit, error in run] for run in runs]
+    return [rows for rows in found if not any(row.error for row in rows)]
+
+
+def _write(kept: Path | None, rows: Sequence[Row]) -> None:
+    if kept is not None:
+        with kept.open("a") as file:
+            file.write(json.dumps([(row.cell, row.hit, row.error) for row in rows]) + "\n")
 
 
 _undisturbed: dict[tuple[str, ...], str] = {}
@@ -184,14 +218,18 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
+def _median(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.1f}" if seconds else ""
+
+
 def _figures(rows: Sequence[Row]) -> list[Any]:
     hits = [row.hit for row in rows if row.hit]
-    lost = [hit.lost for hit in hits]
     phases = len({row.cell[-1] for row in rows})
     return [
         f"{phases} x {len(rows) // phases}",
         good(rows),
         max((hit.again for hit in hits), default=0),
-        f"{statistics.median(lost):.1f}" if lost else "",
+        _median([hit.down for hit in hits]),
+        _median([hit.lost for hit in hits]),
         longest(rows),
     ]

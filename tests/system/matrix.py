@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.system import cells
+from tests.system import cells, usual
 from tests.system.command import Shell
 from tests.system.stage import FAULTS, PHASES, VICTIMS, Stage
 
@@ -96,7 +96,15 @@ def _most(cell: cells.Cell) -> int | None:
 
 
 TABLE = cells.Table(
-    "tests.system.matrix", __doc__.split("\n")[0], "role/fault/phase", ("role", "fault"), CELLS, _stage, _title, _most
+    "tests.system.matrix",
+    __doc__.split("\n")[0],
+    "role/fault/phase",
+    ("role", "fault"),
+    CELLS,
+    _stage,
+    _title,
+    _most,
+    below=usual.measure,
 )
 
 if __name__ == "__main__":
