@@ -113,7 +113,11 @@ class Relay:
         # With the long segments of the loopback interface the system would keep megabytes on the broker's side too.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False) -> None:
