@@ -123,9 +123,9 @@ class Relay:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False) -> None:
         while data := await reader.read(SLOW_PIECE if down and self._rate else PIECE):
             await self._open.wait()
+            if down and self._rate:  # before it passes: what was being waited for may be a long piece
+                await asyncio.sleep(len(data) / self._rate)
             writer.write(data)
             await writer.drain()
-            if down and self._rate:
-                await asyncio.sleep(len(data) / self._rate)
         await self._open.wait()
         writer.close()
