@@ -113,15 +113,19 @@ class Relay:
         # With the long segments of the loopback interface the system would keep megabytes on the broker's side too.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False) -> None:
         while data := await reader.read(SLOW_PIECE if down and self._rate else PIECE):
             await self._open.wait()
+            if down and self._rate:  # before it passes: what was being waited for may be a long piece
+                await asyncio.sleep(len(data) / self._rate)
             writer.write(data)
             await writer.drain()
-            if down and self._rate:
-                await asyncio.sleep(len(data) / self._rate)
         await self._open.wait()
         writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from edgesplit.errors import TransportError
 from edgesplit.transport.access import Access
 from edgesplit.transport.mqtt import MqttTransport
-from tests.brokers import find_mosquitto
+from tests.brokers import find_mosquitto, free_port
 from tests.system import ways
 from tests.system.cells import Row
 from tests.system.relay import Relay
@@ -75,3 +76,12 @@ def test_the_relay_slows_down_what_clients_read() -> None:
                     left -= len(client.recv(left))
                 assert time.monotonic() - began > 0.4
         relay.close()
+
+
+def test_the_relay_hangs_up_while_there_is_no_broker() -> None:
+    """And leaves no socket behind, which the suite takes for an error."""
+    relay = Relay(free_port())
+    with socket.create_connection(("127.0.0.1", relay.port), timeout=5) as client:
+        assert client.recv(1) == b""
+    relay.close()
+    gc.collect()
