@@ -117,23 +117,28 @@ class Worker:
     def _wait(self, inbox: Inbox) -> None:
         what = self._waiting_for()
         self._overslept(0.0)
+        # What goes wrong with a message that has come is another matter than that none comes.
         if not self._due:
             try:
-                self._receive(inbox.get(self._patience_left(), what or "the coordinator"))
+                message = inbox.get(self._patience_left(), what or "the coordinator")
             except TransportTimeout:
                 self._member.check(time.monotonic())
                 # As long as the coordinator is there, it is the one to judge; the transport tells when it is not.
                 if (what is not None and self._member.coordinator is None) or inbox.failed:
                     raise
+            else:
+                self._receive(message)
             return
         pause = self._due[0][0] - self._clock()
         if pause > 0:
             try:
-                self._receive(inbox.get(pause, "an emulated link"))
+                message = inbox.get(pause, "an emulated link")
             except TransportError:
                 if inbox.failed:
                     raise
                 self._overslept(self._clock() - self._due[0][0])
+            else:
+                self._receive(message)
 
     def _patience_left(self) -> float:
         return min(self._member.deadline() - time.monotonic(), self.patience)

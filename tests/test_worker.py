@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -253,6 +254,21 @@ def test_patience(start: Start) -> None:
     told, error = failed(c)
     assert isinstance(error, TransportTimeout)
     assert told == "'c' waited 0.05 s for act of 1F0 from 'd' (step 0), which did not come"
+
+
+def test_what_fails_when_a_message_is_taken_is_no_message_that_did_not_come(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(self: MemoryTransport, peers: Sequence[str], timeout: float) -> None:
+        raise TransportTimeout(f"no answer within {timeout:g} s from {', '.join(peers)}")
+
+    d = start()
+    d.tell("status", {"state": "online", "boot": "1"})
+    d.took("coordinator", "hello")
+    time.sleep(0.2)  # until it waits
+    monkeypatch.setattr(MemoryTransport, "probe", unreachable)
+    d.tell("assign", {**make_assignment(PLAN, "d").meta(), "request": 3})
+    assert failed(d)[0] == "no answer within 10 s from c"
 
 
 def test_an_error_is_not_hidden_by_a_network_that_is_gone(start: Start) -> None:

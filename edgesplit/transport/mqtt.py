@@ -41,8 +41,11 @@ LEAST_CHUNK = 1024
 SHORTER = (60 << 10, 15 << 10)
 """Bytes of the chunks that are tried where the broker swallows one of the full size."""
 
-AWAY_S = 60.0
+AWAY_S = 120.0
 """How long a probe waits for those that are away, beside its own time."""
+
+MISSED_BEATS = 3
+"""So many statuses that do not come, and a probe takes the network to be away."""
 
 KEEPALIVE = 10
 CALLS, CALLING_S = 3, 0.2
@@ -143,6 +146,7 @@ class MqttTransport:
         self._refused: dict[str, str] = {}
         self._watch = watch
         self._own_topic = self._topic(node)
+        self._heard_at = time.monotonic()
         self._closing = threading.Event()
         self._closed = False
         self._open = False  # frames are only answered when it is known that no other process is this node
@@ -235,14 +239,20 @@ class MqttTransport:
                 )
 
     def _wait_for_answers(self, wanted: set[str], timeout: float) -> bool:
-        """The time without a connection, or until one that is being started again is back, does not count."""
+        """Only the time counts in which this node and those that it waits for can be heard, but for their answers."""
         left, longest = timeout, time.monotonic() + timeout + AWAY_S
         while (began := time.monotonic()) < longest and left > 0:
             if self._progress.wait_for(lambda: wanted <= self._reached, min(left, 0.25)):
                 return True
-            if self._connected and not any(map(self._endpoint.away, wanted - self._reached)):
+            if self._all_heard(wanted - self._reached):
                 left -= time.monotonic() - began
         return False
+
+    def _all_heard(self, peers: Iterable[str]) -> bool:
+        """Whether the network is there, as far as one can tell: a silent one shows by the statuses that do not come."""
+        lately = time.monotonic() - MISSED_BEATS * self._heartbeat
+        heard = [self._heard_at, *(seen for peer in peers if (seen := self._endpoint.last_seen(peer)) is not None)]
+        return self._connected and min(heard) > lately and not any(map(self._endpoint.away, peers))
 
     def forget(self, node: str) -> None:
         """Drop what is waiting for a node that will not come back."""
@@ -563,6 +573,7 @@ class MqttTransport:
         """Nothing that the network brings may end the thread."""
         try:
             self._client.quick_ack()
+            self._heard_at = time.monotonic()
             if message.topic == self._own_topic:
                 self._frame(message.payload)
             else:

@@ -34,6 +34,7 @@ from edgesplit.transport.memory import MemoryTransport
 from edgesplit.transport.mqtt import SHORTER, MqttTransport
 from tests.brokers import Mosquitto, WebBroker, free_port, tls_options, with_certificate
 from tests.certificates import Authority
+from tests.system.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 RUNS = itertools.count()
@@ -569,6 +570,22 @@ def test_a_probe_waits_for_one_that_is_started_again(mosquitto: Mosquitto) -> No
         a.probe(["b"], 1.0)  # its second begins when the other is there
         later.join()
         opened[0].close()
+
+
+@pytest.mark.parametrize("cut", ["a", "b"])
+def test_a_probe_waits_for_a_network_that_says_nothing(mosquitto: Mosquitto, cut: str) -> None:
+    run = f"probe-{next(RUNS)}"
+    relay = Relay(mosquitto.port)
+    url = {name: f"mqtt://127.0.0.1:{relay.port}" if name == cut else mosquitto.url for name in "ab"}
+    a, b = (MqttTransport(url[name], run=run, node=name, heartbeat=0.2) for name in "ab")
+    with a, b:
+        status_of(a.mailbox("a"), "b", "online")
+        relay.cut()
+        later = threading.Timer(5.0, relay.mend)
+        later.start()
+        a.probe(["b"], 1.5)
+        later.join()
+    relay.close()
 
 
 def test_a_packet_limit_is_obeyed_or_named(start_mosquitto: Callable[..., Mosquitto]) -> None:
