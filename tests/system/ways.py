@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from tests.system import cells
-from tests.system.broker_faults import BROKER_FAULTS
+from tests.system.broker_faults import BROKER_FAULTS, UNTOLD
 from tests.system.command import Shell
 from tests.system.stage import Stage
 from tests.system.way import WAYS
@@ -75,7 +76,10 @@ QUICK = [Cell("mqtts-5", "edge", "reset-1", "forward")]
 
 def _stage(place: Shell, found: Sequence[cells.Cell]) -> Stage:
     way, role, fault, _ = found[0]
-    return Stage(place, role, BROKER_FAULTS[fault], WAYS[way], rounds=len(found) + 1)
+    wanted = BROKER_FAULTS[fault]
+    if wanted.ends is not None and WAYS[way].mqtt != "5":
+        wanted = replace(wanted, ends=UNTOLD)
+    return Stage(place, role, wanted, WAYS[way], rounds=len(found) + 1)
 
 
 def _title(cell: cells.Cell) -> tuple[str, str]:
