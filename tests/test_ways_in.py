@@ -270,6 +270,14 @@ def test_short_lives() -> None:
     assert ours.pause == 0.05
 
 
+def test_a_broker_that_is_killed_again_and_again_has_not_hung_up() -> None:
+    lives = Lives(30.0, shared=False)
+    for number in range(20):
+        lives.began(45.0 * number)
+        lives.ended(45.0 * number + 1.0)
+        assert not lives.hopeless(45.0 * number + 44.0)
+
+
 # --- the key ---
 
 

@@ -12,6 +12,9 @@ SHORT_S = 2.0
 SHORT_LIVES = 5
 """So many of them in a row, and another client has this one's id."""
 
+AWAY_S = 5.0
+"""A broker that could not be reached for so long was away: it has not hung up at once again and again."""
+
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
 
 
@@ -26,11 +29,14 @@ class Lives:
     def __init__(self, patience: float, *, shared: bool) -> None:
         self._patience, self._shared = patience, shared
         self._began: float | None = None
+        self._ended = 0.0
         self._short = 0
         self._since = 0.0
 
     def began(self, now: float) -> None:
         """The broker has let this client in."""
+        if now - self._ended >= AWAY_S:
+            self._short = 0
         self._began = now
 
     def ended(self, now: float) -> None:
@@ -42,7 +48,7 @@ class Lives:
         self._short += now - self._began < SHORT_S
         if self._short == 1:
             self._since = self._began
-        self._began = None
+        self._began, self._ended = None, now
 
     def hopeless(self, now: float) -> bool:
         """Whether to stop calling."""
