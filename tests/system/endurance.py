@@ -69,8 +69,16 @@ def start(folder: Path, name: str, rounds: int) -> subprocess.Popen[bytes]:
     """Begin a run of tiny rounds."""
     command = [sys.executable, "-m", "edgesplit", "run", "experiment.yaml", "--name", name, "--json"]
     options = [f"rounds={rounds}", "steps_per_round=2", "evaluate.every=0", "checkpoint={every: 20, keep: 2}"]
-    log = (folder / f"{name}.log").open("wb")
-    return subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.PIPE, stderr=log)
+    with (folder / f"{name}.log").open("wb") as log, (folder / f"{name}.json").open("wb") as out:
+        return subprocess.Popen([*command, *options], cwd=folder, stdout=out, stderr=log)
+
+
+def weights(folder: Path, name: str, run: subprocess.Popen[bytes]) -> str | None:
+    """Wait for the end of a run and return the hash of its weights; None: it failed, and its last words are said."""
+    if run.wait():
+        sys.stderr.write((folder / f"{name}.log").read_text()[-4000:])
+        return None
+    return str(json.loads((folder / f"{name}.json").read_text())["weights"])
 
 
 def rounds_done(folder: Path, name: str) -> int:
@@ -119,15 +127,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="endurance-") as place:
         folder = Path(place) / "project"
         shutil.copytree(PROJECT, folder)
-        run = start(folder, "calm", options.rounds)
-        want = json.loads(run.communicate()[0])["weights"]
+        want = weights(folder, "calm", start(folder, "calm", options.rounds))
         run = start(folder, "disturbed", options.rounds)
         seen, faults = disturb(folder, "disturbed", run, options.every)
-        output = run.communicate()[0]
-        if run.returncode:
-            sys.stderr.write((folder / "disturbed.log").read_text()[-4000:])
-            return 1
-        equal = json.loads(output)["weights"] == want
+        found = weights(folder, "disturbed", run)
+    if want is None or found is None:
+        return 1
+    equal = found == want
     bad = [] if equal else ["the weights are not those of the undisturbed run"]
     for who, samples in sorted(seen.items()):
         first, last = samples[0], samples[-1]
