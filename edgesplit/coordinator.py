@@ -365,8 +365,12 @@ class Coordinator:
         self.known |= set(plan.nodes())
 
     def next_plan(self) -> Plan:
-        """Return the plan for the next round: that which is wanted, without those who are not there."""
-        missing = {node for node in self.wanted.nodes() if node in self.roster.lost or node not in self.roster.lives}
+        """Return the plan for the next round: that which is wanted, without those who are not there.
+
+        Who takes part now and is away for a moment stays, where nodes that are lost are waited for.
+        """
+        stay = set() if self.on_lost == "continue" else set(self.plan.nodes())
+        missing = {node for node in self.wanted.nodes() if node not in stay and not self.roster.here(node)}
         missing |= self.offences.barred.keys()
         return without(self.wanted, missing) or self.plan
 

@@ -320,23 +320,25 @@ class Training:
             after = before
         else:
             changed = self._change_plan(after, changed)
-        if self._give_out(changed, reset, after):
+        if self._give_out(changed, reset, after, other=after is not before):
             self.conductor.coordinator.missed = missed  # what was done again counts for nothing
         self._group(self.plan)
         self._given = {n: dict(self.held[n].arrays) for n in self.plan.nodes() if n in self.held} if self._whole else {}
 
-    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan) -> bool:
-        """Give the nodes of a plan what has changed; where some are left out meanwhile, the others all that they held.
+    def _give_out(self, changed: Mapping[str, Arrays], reset: Sequence[int], plan: Plan, *, other: bool) -> bool:
+        """Give the nodes of a plan what has changed, or all that they held where that may not be what they have now.
 
-        Steps are then done again without those, and what has changed would come onto other weights than it is of.
+        If nodes are left out meanwhile, steps are done again without them; if some are back by this plan, steps that
+        are done again are done with them. What has changed would come onto other weights than it is of.
 
         Returns:
-            Whether some were left out.
+            Whether they were given all.
         """
         asked: Asked = {
             n: ({"reset_round": True, "reset_optimizer": [*reset]}, pack(a, "raw")) for n, a in changed.items()
         }
-        replies = self.conductor.ask("load", asked) if self.plan is plan else {}
+        same = self.plan is plan and not (other and self._may_leave_out)
+        replies = self.conductor.ask("load", asked) if same else {}
         whole = not replies
         while not replies:
             mine = {

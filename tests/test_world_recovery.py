@@ -69,6 +69,7 @@ FOUND = {
     13: "the coordinator died with the hello that it had acknowledged, before the node had seen it",
     208: "an answer to a coordinator that had died was taken for one to its successor's question",
     10357: "likewise",
+    232054: "a node that was away for a moment at a round's end was left out of the next, though it was waited for",
 }
 """Seeds that have failed, and of what."""
 
@@ -78,6 +79,8 @@ FOUND_WITHOUT = {
     136: "weights were given out in part, on others than they were of, when a node was left out meanwhile",
     163: "nodes were told the plan of before another one was left out, once that was over",
     2050: "weights were given out in part, as in 136",
+    201353: "likewise, when steps were done again with a node that was back by the next plan only",
+    202974: "likewise",
 }
 
 

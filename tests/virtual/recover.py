@@ -329,8 +329,9 @@ class Driver:
                 node: {la: value for la, value in whole[node].items() if la in new or la in changed.get(node, {})}
                 for node, new in moved(before, after).items()
             }
-        replies = (yield self._load(changed)) if self.plan is after else {}
-        while not replies:  # somebody was left out
+        same = self.plan is after and (after is before or self.trial.on_lost == "wait")
+        replies = (yield self._load(changed)) if same else {}
+        while not replies:  # somebody was left out, or is back
             replies = yield self._load(whole)
         self.given = {node: whole[node] for node in self.plan.nodes()}
 
