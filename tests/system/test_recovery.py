@@ -60,7 +60,7 @@ def test_the_table_says_what_failed() -> None:
     cells = [Cell("edge", "kill", "forward"), Cell("edge", "kill", "fetch")]
     rows = [Row(cells[0], Hit(1, 5.0, 0.5), None), Row(cells[1], Hit(0, 4.0, 0.3), "other weights")]
     line = matrix.TABLE.markdown(rows).splitlines()[-1]
-    assert line == "| edge | `kill -9` (local processes) | 2 x 1 | 1 of 2 | 1 | 0.4 | 0.5 |"
+    assert line == "| edge | `kill -9` (local processes) | 2 x 1 | 1 of 2 | 1 | 4.5 | 0.4 | 0.5 |"
     assert matrix.TABLE.main(["--list", "--cells", "edge/kill/f*"]) == 0
 
 
