@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from edgesplit.dispatch import Dispatch
 
 __all__ = ["Operations"]
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(Dispatch):
     """Counts while it is entered; what has no formula and is not made of operations that have one costs nothing.
 
     Attributes:
@@ -25,11 +26,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As for the masks: torch's wrapper round every call is what imports the compiler.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -22,7 +22,7 @@ LAYERS = [
     {"errors"},
     {
         "task", "loading", "attendance", "topology", "schedule", "codecs", "lr", "profile", "observe.recorder",
-        "observe.audit",
+        "observe.audit", "dispatch",
     },
     {
         "plan", "simulate", "experiment", "optimizers", "costs", "topology_file", "sheets", "roster",
@@ -51,6 +51,7 @@ LAZY = {("topology", "topology_file")}
 HOMES = {
     "torch": {
         "splitting",
+        "dispatch",
         "operations",
         "profiling",
         "segments.masks",

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
+from edgesplit.dispatch import Dispatch
 from edgesplit.errors import TaskError
 from edgesplit.segments.base import Samples
 from edgesplit.segments.random import keep_masks
@@ -212,18 +213,12 @@ class _Modes:
             self._stack = None
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(Dispatch):
     """Replaces what masks are drawn from, and refuses other draws."""
 
     def __init__(self, draw: Callable[[tuple[int, ...], float], Tensor], where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw, self._where = draw, where
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Torch would wrap every call to keep its compiler out; nothing is compiled here, and the wrapper imports the
-        # compiler (three seconds of a node's start). Where torch does not ask, this is a method that nobody calls.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
