@@ -93,7 +93,7 @@ def run(launch: Launch) -> dict[str, Any]:
     admissions = Admissions(topology.admit, folder.name) if topology.admit is not None else None
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.path / "events.jsonl"))
-        access, watch = _access(experiment, stack)
+        access = _access(experiment, stack)
         transport = stack.enter_context(
             MqttTransport(
                 access,
@@ -115,7 +115,6 @@ def run(launch: Launch) -> dict[str, Any]:
                 transport=transport,
                 fleet=fleet,
                 reference=reference,
-                watch=watch,
                 identity=folder.identity,
                 resume=launch.resume,
                 admit=admissions.admit if admissions is not None else None,
@@ -136,17 +135,13 @@ def run(launch: Launch) -> dict[str, Any]:
         return _write(folder, session, experiment, plan, predicted, seconds)
 
 
-def _nothing() -> None:
-    """What is watched of a broker that is not ours."""
-
-
-def _access(experiment: Experiment, stack: ExitStack) -> tuple[Access, Callable[[], None]]:
-    """How the broker is reached, and what is to be called now and then; the embedded one is started."""
+def _access(experiment: Experiment, stack: ExitStack) -> Access:
+    """How the broker is reached; the embedded one is started."""
     options = experiment.broker
     if options.url != "embedded":
-        return options.access(options.url, experiment.base), _nothing
+        return options.access(options.url, experiment.base)
     broker = stack.enter_context(EmbeddedBroker())
-    return options.access(broker.url_v3 if options.mqtt == "3.1.1" else broker.url), broker.watch
+    return options.access(broker.url_v3 if options.mqtt == "3.1.1" else broker.url)
 
 
 def _elsewhere(experiment: Experiment) -> bool:

@@ -75,7 +75,6 @@ class Session:
         recorder: gets the nodes' events.
         callbacks: see :class:`Callback`.
         on_step: called with each step that ends, by whatever drives it.
-        watch: called now and then; raises where something that the run needs has died.
         identity: identifies the run, also when it is resumed; None: a new one.
         resume: go on with the run in ``directory``.
         admit: lets devices in that the plan does not name, see :class:`Admissions`.
@@ -100,7 +99,6 @@ class Session:
         recorder: Recorder | None = None,
         callbacks: Iterable[Callback] = (),
         on_step: Callable[[StepDone], None] = lambda done: None,
-        watch: Callable[[], None] = lambda: None,
         identity: str | None = None,
         resume: bool = False,
         admit: Admit | None = None,
@@ -115,7 +113,7 @@ class Session:
         plan = with_peers(plan, self.experiment.pipeline.share)
         self.model = model or build_model(task, self.experiment)
         self.callbacks = list(callbacks)
-        self._also_on_step, self._also_watch, self._say = on_step, watch, say
+        self._also_on_step, self._say = on_step, say
         self.recorder = recorder or Recorder()
         self.rounds: list[RoundDone] = []
         self._given = self._resumed = 0
@@ -135,7 +133,7 @@ class Session:
             method,
             transport=self._transport,
             recorder=self.recorder,
-            watch=self._watch,
+            watch=self._fleet.watch,
             on_node=self._on_node,
             note=self._keeper.logbook.note,
             say=say,
@@ -413,10 +411,6 @@ class Session:
         self._also_on_step(done)
         for callback in self.callbacks:
             callback.on_step(done)
-
-    def _watch(self) -> None:
-        self._also_watch()
-        self._fleet.watch()
 
     def _on_node(self, change: NodeChanged) -> None:
         self._fleet.changed(change.node, change.state)

@@ -168,10 +168,11 @@ dynamic_filters = true
 
 
 class Iotcore:
-    """The process of the broker in iotcore, to be ended and started as mosquitto's."""
+    """The process of the broker in iotcore, to be ended and started as mosquitto's; nothing else watches it."""
 
-    def __init__(self, broker: iotcore.Broker, port: int) -> None:
-        self.port, self._broker = port, broker
+    def __init__(self, config: Path, port: int) -> None:
+        self.port, self._broker = port, iotcore.Broker(config_path=str(config))
+        self.start()
 
     @property
     def pid(self) -> int:
@@ -198,8 +199,7 @@ class WebBroker:
         (folder / "web.toml").write_text(_WEB + "".join(listeners) + tls)
         self.plain = Access(f"ws://127.0.0.1:{ports[0]}/mqtt")
         self.secure = Access(f"wss://localhost:{ports[1]}/mqtt", ca=str(authority.ca))
-        self.process = Iotcore(iotcore.Broker(config_path=str(folder / "web.toml")), ports[0])
-        self.process.start()
+        self.process = Iotcore(folder / "web.toml", ports[0])
 
     def close(self) -> None:
         self.process.stop()

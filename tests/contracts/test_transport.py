@@ -24,7 +24,6 @@ from paho.mqtt.enums import CallbackAPIVersion
 from edgesplit.codecs import CODECS, pack, unpack
 from edgesplit.errors import FrameError, TransportError, TransportTimeout
 from edgesplit.transport import base, frames
-from edgesplit.transport import broker as broker_module
 from edgesplit.transport.access import Access
 from edgesplit.transport.base import Inbox, Message, Transport
 from edgesplit.transport.broker import EmbeddedBroker
@@ -740,49 +739,3 @@ def test_threads_have_names_and_end(fleet: Fleet) -> None:
     assert "edgesplit-mqtt-a" in [thread.name for thread in threading.enumerate()]
     fleet.close()
     assert "edgesplit-mqtt-a" not in [thread.name for thread in threading.enumerate()]
-
-
-# --- the embedded broker itself ---
-
-
-def test_the_embedded_broker_ends_with_its_parent() -> None:
-    code = (
-        "import sys, time\nfrom edgesplit.transport.broker import EmbeddedBroker\n"
-        "broker = EmbeddedBroker()\nprint(broker.port, flush=True)\ntime.sleep(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    port = int(parent.stdout.readline())
-    url = f"mqtt://127.0.0.1:{port}"
-    MqttTransport(url, run="r", node="a").close()
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            MqttTransport(url, run="r", node="a", connect_timeout=1.0).close()
-        except TransportError:
-            break
-        assert time.monotonic() < deadline, "the child is still there"
-        time.sleep(0.05)
-
-
-def test_a_port_in_use_is_named(embedded_broker: EmbeddedBroker) -> None:
-    with pytest.raises(TransportError, match=f"cannot use port {embedded_broker.port}"):
-        EmbeddedBroker(embedded_broker.port)
-
-
-def test_a_free_port_that_another_takes_first_is_chosen_anew(
-    embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = iter([(embedded_broker.port, 1), *[broker_module._free_ports() for _ in range(2)]])
-    monkeypatch.setattr(broker_module, "_free_ports", lambda: next(free))
-    with EmbeddedBroker() as broker:
-        assert broker.port != embedded_broker.port
-
-
-def test_without_iotcore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "iotcore", None)
-    with pytest.raises(TransportError, match=r"pip install 'edgesplit\[broker\]'"):
-        EmbeddedBroker()

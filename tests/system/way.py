@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from edgesplit.transport.broker import EmbeddedBroker
+from edgesplit.transport.broker import configure
 from tests.brokers import Iotcore, Mosquitto, WebBroker, free_port, tls_options
 from tests.certificates import Authority
 from tests.system.command import kept
@@ -97,9 +97,11 @@ class Way:
                 stack.callback(mosquitto.stop)
                 yield Entry(self, mosquitto, mosquitto.port, authority, log, tuple(lines), spy)
             elif self.broker == "embedded":
-                embedded = stack.enter_context(EmbeddedBroker())
-                port = embedded.port_v3 if self.mqtt == "3.1.1" else embedded.port
-                yield Entry(self, Iotcore(embedded._broker, port), port, authority, log)
+                ports = free_port(), free_port()
+                configure(folder / "broker.toml", *ports)
+                iotcore = Iotcore(folder / "broker.toml", ports[self.mqtt == "3.1.1"])
+                stack.callback(iotcore.stop)
+                yield Entry(self, iotcore, iotcore.port, authority, log)
             else:
                 assert authority is not None
                 web = WebBroker(folder, authority)
