@@ -148,7 +148,8 @@ class Stage:
         env: dict[str, str] = {}
         launcher: tuple[str, ...] = ()
         if names == self.victim and self.fault.inflict in (_clock, _clock_kill):
-            env = {"EDGESPLIT_TEST_CLOCK": str(self.clock), "PYTHONPATH": f"{SHIM}:{os.environ['PYTHONPATH']}"}
+            path = os.pathsep.join(filter(None, (str(SHIM), os.environ.get("PYTHONPATH"))))
+            env = {"EDGESPLIT_TEST_CLOCK": str(self.clock), "PYTHONPATH": path}
         if names == self.victim:
             launcher = self.fault.launcher
         options = (*self._way_in(names), "--run", "r", "--task", "gated.py:points", "--state", "kept")
