@@ -193,7 +193,7 @@ class Processes:
             if process.poll() is None:
                 continue
             if process.returncode >= 0 or not self._may_restart(names):
-                raise RunError(f"the process of {names} {_ending(process.returncode)}{self._last_line(names)}")
+                raise RunError(f"the process of {names} {self._ending(names)}{self._last_line(names)}")
             if process.stdin is not None:
                 process.stdin.close()
             self._hanging.pop(names, None)
@@ -216,6 +216,13 @@ class Processes:
         recent = [at for at in self._started_again.get(names, []) if now - at < RESTARTS_S]
         self._started_again[names] = [*recent, now]
         return len(recent) < self._restarts
+
+    def _ending(self, names: str) -> str:
+        code = self._processes[names].returncode
+        if code >= 0:
+            return f"ended with exit status {code}"
+        often = f", as {self._restarts} times before within {RESTARTS_S:g} s" if self._restarts else ""
+        return f"was killed by signal {-code}{often}"
 
     def changed(self, node: str, state: str) -> None:
         """A process that is there and is not heard of may hang: it is given some time.
@@ -254,10 +261,6 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _ending(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
 def node_command(

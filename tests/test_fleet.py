@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_is_started_again_so_many_times(make: Make) -> 
         os.kill(pid, signal.SIGKILL)
         again(fleet, "a", pid)
     os.kill(fleet.pids["a"], signal.SIGKILL)
-    assert error_of(fleet).startswith("the process of a was killed by signal 9")
+    assert error_of(fleet).startswith("the process of a was killed by signal 9, as 2 times before within 60 s")
 
 
 def test_a_process_that_hangs_is_killed_and_started_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
