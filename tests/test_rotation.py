@@ -51,12 +51,14 @@ def test_files_of_events_are_turned_over_and_read_in_their_order(
     assert found[0] > 300
 
 
-def test_memory_keeps_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "most"), [(None, 10), ("events.jsonl", 3)])
+def test_memory_keeps_the_last(name: str | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "MOST_EVENTS", 10)
-    recorder = Recorder()
-    for number in range(100):
-        recorder.add(event(number))
-    assert [found.step for found in recorder.events] == list(range(90, 100))
+    monkeypatch.setattr(recorder_module, "MOST_BESIDE_FILE", 3)
+    with Recorder(tmp_path / name if name else None) as recorder:
+        for number in range(100):
+            recorder.add(event(number))
+        assert [found.step for found in recorder.events] == list(range(100 - most, 100))
 
 
 def test_other_files_are_none_of_it(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ MOST_FILES = 4
 """Files of earlier events; the oldest goes when there are more."""
 
 MOST_EVENTS = 200_000
-"""Events in memory: the last ones."""
+"""Events in memory, the last ones, where there is no file."""
+
+MOST_BESIDE_FILE = 20_000
+"""Events in memory, the last ones, where a file has all: some 10 MB."""
 
 
 class Recorder:
@@ -32,7 +35,7 @@ class Recorder:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS if path is None else MOST_BESIDE_FILE)
         self._file: TextIO | None = None
         self._path = Path(path) if path is not None else None
         self._size = 0
@@ -68,7 +71,7 @@ class Recorder:
 
     @property
     def events(self) -> list[Event]:
-        """A copy of the events so far: of the last :data:`MOST_EVENTS`."""
+        """A copy of the events so far: of the last :data:`MOST_EVENTS`, or :data:`MOST_BESIDE_FILE`."""
         with self._lock:
             return list(self._events)
 
