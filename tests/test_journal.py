@@ -92,12 +92,12 @@ def test_another_run_or_other_layers_find_nothing(tmp_path: Path, run: str, laye
 
 def test_a_damaged_file_is_none(tmp_path: Path) -> None:
     filled(tmp_path).flush()
-    last = max((tmp_path / "node").iterdir())
+    last = tmp_path / "node" / "step-2.safetensors"
     data = bytearray(last.read_bytes())
     data[-1] ^= 1  # as after a power cut: its length, but not its contents
     last.write_bytes(data)
-    (tmp_path / "node" / "1-9-0.safetensors").write_bytes(b"short")
-    (tmp_path / "node" / ".1-9-0.safetensors").write_bytes(b"unfinished")
+    (tmp_path / "node" / "step-9.safetensors").write_bytes(b"short")
+    (tmp_path / "node" / ".unfinished").write_bytes(b"unfinished")
     assert [kept.point.step for kept in opened(tmp_path).kept()] == [-1, 0, 1]
     assert len(list((tmp_path / "node").iterdir())) == 3
 
@@ -147,3 +147,39 @@ def test_the_arrays_of_numbers_keep_shape_and_type(tmp_path: Path) -> None:
     for name, array in arrays.items():
         assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
         assert np.array_equal(found[name], array)
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_long_run_needs_a_few_files_which_stay_open_until_the_end(tmp_path: Path) -> None:
+    before = _open_files()
+    journal = filled(tmp_path, 6)
+    files, opened_files = sorted((tmp_path / "node").iterdir()), _open_files()
+    assert len(files) == opened_files - before + 1 <= 6
+    for step in range(6, 200):
+        journal.keep(Point(1, step), 0, state(step), committed=Point(1, step - 1), full=False)
+    assert sorted((tmp_path / "node").iterdir()) == files
+    assert _open_files() == opened_files
+    journal.close()
+    assert _open_files() == before
+
+
+def test_a_crash_within_a_write_leaves_the_points_before(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 10)
+    free = Path(journal._free[-1])
+    whole = free.read_bytes()
+    journal.keep(Point(1, 10), 0, state(11.0), committed=Point(1, 9), full=False)
+    new = free.read_bytes()
+    free.write_bytes(new[: len(new) // 2] + whole[len(new) // 2 :])
+    assert [kept.point.step for kept in opened(tmp_path).kept()] == [-1, 7, 8, 9]
+
+
+def test_a_step_whose_whole_state_is_gone_is_nothing(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 10)
+    journal.keep(Point(2, 9), 0, state(0.0), committed=Point(2, 9), full=True)
+    journal.keep(Point(2, 10), 0, state(1.0), committed=Point(2, 10), full=False)
+    assert len(list((tmp_path / "node").glob("step-*"))) > 1, "of the first load, to be written over"
+    assert [kept.point for kept in opened(tmp_path).kept()] == [Point(2, 9), Point(2, 10)]
+    assert len(list((tmp_path / "node").iterdir())) == 2
