@@ -143,7 +143,8 @@ class Journal:
     def forget_after(self, point: Point) -> None:
         """Remove what was kept of later points: it was taken back."""
         self.flush()
-        self._remove([path for path, entry in self._entries.items() if entry.kept.point > point])
+        later = [path for path, entry in self._entries.items() if entry.kept.point > point]
+        self._remove([*later, *self._free])  # the free ones may be of steps of this load that are done anew
 
     def close(self, *, remove: bool = False) -> None:
         """End the thread; ``remove`` the files, when the run has ended as it should."""
@@ -224,7 +225,7 @@ class Journal:
 
     def _write_step(self, kept: Kept, arrays: Arrays) -> str:
         """Write over a file that is free, or a new one; return its name."""
-        path = self._free[-1] if self._free else self._new()
+        path = self._free.pop() if self._free else self._new()
         parts = self._parts(kept, arrays)
         length = sum(map(len, parts))
         try:
@@ -241,8 +242,6 @@ class Journal:
         except BaseException:
             self._remove([path])
             raise
-        if self._free:
-            self._free.pop()
         return path
 
     def _new(self) -> str:

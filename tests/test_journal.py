@@ -83,6 +83,13 @@ def test_what_was_taken_back_is_forgotten(tmp_path: Path) -> None:
     assert journal.kept() == opened(tmp_path).kept() == left
 
 
+def test_what_was_free_is_not_found_after_going_back(tmp_path: Path) -> None:
+    journal = filled(tmp_path, 10)
+    assert journal._free
+    journal.forget_after(Point(1, 8))
+    assert opened(tmp_path).kept() == journal.kept() == [Kept(BASE, 0), Kept(Point(1, 7), 0), Kept(Point(1, 8), 0)]
+
+
 @pytest.mark.parametrize(("run", "layers"), [("another", "f (0, 1)"), ("r", "f (0,)")])
 def test_another_run_or_other_layers_find_nothing(tmp_path: Path, run: str, layers: str) -> None:
     filled(tmp_path).flush()
